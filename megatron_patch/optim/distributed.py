@@ -1,0 +1,142 @@
+"""Upstream's DistributedOptimizer with two checkpoint faults fixed and support for our FusedAdam.
+
+1. fully_reshardable with several buckets and padding: `get_parameter_state_dp_zero` drops the padding between buckets,
+   `sharded_param_state_fully_reshardable` then cuts parameters out at padded offsets, so main parameters and moments are
+   saved shifted, without an error. Here the world tensors handed to that method keep the padding.
+2. dp_reshardable when a rank's shard of a bucket holds no parameter: upstream stops with 'empty bucket encountered'.
+   Here such a shard is described as padding.
+3. `state_dict` reads a step per parameter when neither Transformer Engine nor Apex is installed; FusedAdam keeps one per
+   param group.
+Source: megatron/core/optimizer/distrib_optimizer.py of 0.16.1 and 0.19.2. Faults 1 and 2 are on both. File formats and keys
+are upstream's: a checkpoint written here is read by unmodified core, and the other way round.
+"""
+import contextlib
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.optimizer import distrib_optimizer as upstream
+
+from megatron_patch.optim.adam import FusedAdam
+
+
+class DistributedOptimizer(upstream.DistributedOptimizer):
+    """Upstream's class, same arguments, same file formats; see the module's docstring for what differs."""
+
+    _keep_bucket_padding = False
+
+    def state_dict(self):
+        """Everything but the sharded tensors: param groups with their step, grad scaler. Same keys as with TE's FusedAdam."""
+        if not isinstance(getattr(self, 'optimizer', None), FusedAdam):
+            return super().state_dict()
+        groups = [{key: value for key, value in group.items() if key != 'params'}
+                  for group in self.optimizer.state_dict()['param_groups']]
+        state = {'optimizer': {'param_groups': groups}}
+        if self.grad_scaler:
+            state['grad_scaler'] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict):
+        """Upstream's, for a checkpoint of any Adam; one saved before its first step has no 'step', which means 0.
+
+        Raises ValueError when the checkpoint is of a plain (not distributed) optimizer.
+        """
+        if isinstance(getattr(self, 'optimizer', None), FusedAdam):
+            if 'param_groups' not in state_dict.get('optimizer', {}):
+                raise ValueError(f'distributed optimizer: the checkpoint has {sorted(state_dict)}, expected param groups under '
+                                 "'optimizer'. It was saved by another optimizer class: resume with the flags it was saved "
+                                 'with (--use-distributed-optimizer), or load the weights alone with --no-load-optim.')
+            groups = [{**group, 'step': group.get('step') or 0} for group in state_dict['optimizer']['param_groups']]
+            state_dict = {**state_dict, 'optimizer': {**state_dict['optimizer'], 'param_groups': groups}}
+        return super().load_state_dict(state_dict)
+
+    def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        """One sharded tensor per parameter and state key, shaped as the parameter; at any bucket size."""
+        with self._padded_world_tensors():
+            return super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata or {})
+
+    def get_parameter_state_dp_zero(self, use_gloo_comm=True, empty_data=False, return_on_all_ranks=False):
+        """World tensors [buffer.numel_unpadded] per state key; [buffer.numel] while fully_reshardable is being built."""
+        state = super().get_parameter_state_dp_zero(use_gloo_comm, empty_data, return_on_all_ranks)
+        if state is not None and self._keep_bucket_padding:
+            for index, buffer in enumerate(self.buffers):
+                for tensors in state[index].values():
+                    _restore_padding(tensors, buffer)
+        return state
+
+    def get_parameter_state_dp_reshardable(self):
+        """Upstream's per-bucket lists; a shard without a parameter becomes one entry of padding."""
+        state = super().get_parameter_state_dp_reshardable()
+        for index, buffer in enumerate(self.buffers):
+            for buckets in state[index].values():
+                for bucket, entries in zip(buffer.buckets, buckets):
+                    if not entries:
+                        entries.append(self._padding_entry(bucket))
+        return state
+
+    def sharded_param_state_dp_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        """Upstream's format; shards that lie wholly in a bucket's end padding are kept as markers, without tensors."""
+        state = super().sharded_param_state_dp_reshardable(model_sharded_state_dict, is_loading, metadata)
+        for index in range(len(self.buffers)):
+            for buckets in state[index].values():
+                for entries in buckets:
+                    entries[:] = [_without_empty_tensors(entry) for entry in entries]
+        return state
+
+    def load_parameter_state_from_dp_reshardable(self, state_dict):
+        """Upstream's, with a ValueError that names the way out where upstream asserts on the bucket layout."""
+        saved = (state_dict or {}).get('per_bucket_numel_unpadded', self.per_bucket_numel_unpadded)
+        if saved != self.per_bucket_numel_unpadded:
+            raise ValueError(layout_bound_message(saved, self.per_bucket_numel_unpadded))
+        return super().load_parameter_state_from_dp_reshardable(state_dict)
+
+    @contextlib.contextmanager
+    def _padded_world_tensors(self):
+        self._keep_bucket_padding = True
+        try:
+            yield
+        finally:
+            self._keep_bucket_padding = False
+
+    def _padding_entry(self, bucket):
+        """State-shaped tensors for this rank's part of `bucket`, cut at the end of the unpadded bucket."""
+        rank, ranks = self.data_parallel_group.rank(), self.data_parallel_group.size()
+        local_numel = bucket.grad_data.numel() // ranks
+        start = min(0, bucket.numel_unpadded - rank * local_numel)
+        end = min(local_numel, bucket.numel_unpadded - rank * local_numel)
+        tensors = {key: torch.zeros(end - start, dtype=dtype, device=bucket.grad_data.device)
+                   for key, dtype in self._state_dtypes().items()}
+        return {**tensors, 'gbuf_local_start': start, 'gbuf_local_end': end, 'padding': True}
+
+    def _state_dtypes(self):
+        """dtype of 'param' and of every state key, as the other shards of the bucket write them."""
+        keys = getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq'))
+        return {'param': torch.float32, **{key: getattr(self.config, f'{key}_dtype', torch.float32) for key in keys}}
+
+
+def layout_bound_message(saved, current):
+    """What to do when a dp_reshardable checkpoint meets another layout; `saved`, `current`: unpadded elements per bucket."""
+    return (f'optimizer state: the checkpoint is dp_reshardable and bound to its bucket layout {saved}; this run has {current}. '
+            'Resume with the layout and bucket size it was saved with and save it as fully_reshardable '
+            '(--dist-ckpt-optim-fully-reshardable), or load the weights alone with --no-load-optim.')
+
+
+def _restore_padding(tensors, buffer):
+    """Spread each world tensor [numel_unpadded] to [buffer.numel], every bucket at its own offset; in place of the dict's values."""
+    if len(buffer.buckets) == 1:
+        return  # padding at the end only, offsets agree
+    for key, packed in tensors.items():
+        if torch.is_tensor(packed):
+            padded, start = packed.new_zeros(buffer.numel), 0
+            for bucket in buffer.buckets:
+                stop = start + bucket.numel_unpadded
+                padded[bucket.offset:bucket.offset + bucket.numel_unpadded] = packed[start:stop]
+                start = stop
+            tensors[key] = padded
+
+
+def _without_empty_tensors(entry):
+    """A padding entry of no elements holds nothing to save; the marker stays so that the lists keep their lengths."""
+    sharded = [value for value in entry.values() if not isinstance(value, LocalNonpersistentObject)]
+    if any(0 in value.local_shape for value in sharded):
+        return {'padding': LocalNonpersistentObject(True)}
+    return entry
