@@ -1,0 +1,110 @@
+"""A model family: what Hugging Face calls each Megatron config field and each parameter slot."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_patch.slots import SLOTS
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Field:
+    """One TransformerConfig value, both ways.
+
+    ``hf`` is the config.json key; None means that the family fixes ``value``. ``to_mcore(value, hf)`` gets the whole HF
+    config too; ``to_hf(value)`` returns the value of ``hf``, or a dict of several keys. ``default(hf)`` stands in for a
+    key that is absent or null.
+    """
+
+    hf: str | None = None
+    to_mcore: Callable[[Any, Any], Any] = lambda value, hf: value
+    to_hf: Callable[[Any], Any] = lambda value: value
+    default: Any = REQUIRED
+    value: Any = None
+
+    def read(self, hf) -> Any:
+        """The Megatron value. Raises ValueError when ``hf`` lacks a required key."""
+        if self.hf is None:
+            return self.value
+        found = getattr(hf, self.hf, None)
+        if found is None:
+            if self.default is REQUIRED:
+                raise ValueError(f"config.json of model_type '{getattr(hf, 'model_type', '?')}' has no value for '{self.hf}'; "
+                                 f"this family needs it. Add the key to config.json.")
+            return self.default(hf) if callable(self.default) else self.default
+        return self.to_mcore(found, hf)
+
+    def write(self, value) -> dict:
+        """The config.json keys that give ``value`` back."""
+        if self.hf is None:
+            return {}
+        out = self.to_hf(value)
+        return out if isinstance(out, dict) else {self.hf: out}
+
+
+def fixed(value) -> Field:
+    """A value that the family always has."""
+    return Field(value=value)
+
+
+def negated(hf: str, default=REQUIRED) -> Field:
+    """A flag that Megatron spells the other way round."""
+    return Field(hf, lambda value, _: not value, lambda value: not value, default)
+
+
+@dataclass(frozen=True)
+class View:
+    """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """``config``: TransformerConfig field -> Field; ``weights``: slot -> HF parameter template(s), in packing order.
+
+    ``alternatives``: canonical template -> View for checkpoints that hold it fused; ``ignored``: name endings that are
+    no parameters; ``check(hf)`` raises ValueError for what the family cannot represent.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    config: Mapping[str, Field]
+    weights: Mapping[str, tuple[str, ...]]
+    alternatives: Mapping[str, View] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    checks: tuple[Callable[[Any], None], ...] = ()
+
+    def __post_init__(self):
+        unknown = set(self.weights) - set(SLOTS)
+        if unknown:
+            raise ValueError(f"family {self.name}: unknown slots {sorted(unknown)}; see megatron_patch/slots.py")
+        for key, names in self.weights.items():
+            if len(names) != SLOTS[key].packing.parts:
+                raise ValueError(f"family {self.name}: slot '{key}' packs {SLOTS[key].packing.parts} tensors, got {len(names)} names")
+
+    def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), checks=()) -> "Family":
+        """A family that differs from this one by the given entries; ``drop`` removes slots."""
+        kept = {k: v for k, v in self.weights.items() if k not in drop}
+        return replace(self, name=name, model_types=tuple(model_types), architectures=tuple(architectures),
+                       config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
+                       alternatives={**self.alternatives, **dict(alternatives)}, checks=self.checks + tuple(checks))
+
+    def read(self, hf) -> dict:
+        """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""
+        for check in self.checks:
+            check(hf)
+        return {name: f.read(hf) for name, f in self.config.items()}
+
+    def write(self, config) -> dict:
+        """config.json keys of a model config, the inverse of :meth:`read`."""
+        out = {}
+        for name, f in self.config.items():
+            out.update(f.write(config.get(name)))
+        return out

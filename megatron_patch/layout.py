@@ -1,0 +1,188 @@
+"""Who owns what: the split of layers over pipeline stages, and every layout mistake, found before any work.
+
+One function, :func:`stages`, decides the split for training, loading, export and reports; it agrees with
+megatron/core/transformer/transformer_block.py get_num_layers_to_build and transformer_layer.py
+get_transformer_layer_offset (tests/upstream compares them).
+"""
+
+import re
+
+
+def stages(config) -> list[list[list[int]]]:
+    """Global layer ids per pipeline rank, then per virtual stage. Raises ValueError when the split does not work out."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    counts = _layout_counts(config, pp) if config.pipeline_model_parallel_layout else _counts(config, pp, vpp)
+    out, first = [[[] for _ in row] for row in counts], 0
+    for stage in range(len(counts[0])):
+        for rank in range(pp):
+            out[rank][stage] = list(range(first, first + counts[rank][stage]))
+            first += counts[rank][stage]
+    if first != config.num_layers:
+        raise ValueError(f"the pipeline split builds {first} layers, the model has {config.num_layers}; "
+                         f"per stage: {[[len(s) for s in row] for row in out]}.")
+    return out
+
+
+def _counts(config, pp, vpp):
+    per_rank = _layers_per_rank(config, pp)
+    for rank, n in enumerate(per_rank):
+        if n % vpp:
+            raise ValueError(f"pipeline rank {rank} has {n} layers, not divisible by {vpp} virtual stages "
+                             f"(num_layers {config.num_layers}, PP {pp}); choose virtual stages that divide {n}.")
+    counts = [[n // vpp] * vpp for n in per_rank]
+    counts[0][0] -= bool(config.account_for_embedding_in_pipeline_split)
+    counts[-1][-1] -= bool(config.account_for_loss_in_pipeline_split)
+    if min(min(row) for row in counts) < 0:
+        raise ValueError(f"not enough layers ({config.num_layers}) for {pp} x {vpp} stages with embedding or loss counted as layers.")
+    return counts
+
+
+def _layers_per_rank(config, pp):
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    extra = bool(config.account_for_embedding_in_pipeline_split) + bool(config.account_for_loss_in_pipeline_split)
+    if first is None and last is None:
+        total = config.num_layers + extra
+        if total % pp:
+            raise ValueError(f"{config.num_layers} layers{' + embedding/loss' if extra else ''} ({total}) cannot be split evenly over "
+                             f"PP {pp}. {_suggest(config, pp)}")
+        return [total // pp] * pp
+    if extra:
+        raise ValueError("a first or last stage size cannot be combined with account-for-embedding/loss-in-pipeline-split; use one.")
+    if pp == 1:
+        raise ValueError("a first or last pipeline stage size needs pipeline-model-parallel-size > 1, found 1.")
+    ends = (first or 0) + (last or 0)
+    middle, rest = pp - (first is not None) - (last is not None), config.num_layers - ends
+    if rest < 0 or (middle and rest % middle) or (not middle and rest):
+        raise ValueError(f"{config.num_layers} layers minus first {first} and last {last} leave {rest} for {middle} middle stages; "
+                         f"choose sizes so that the rest is a multiple of {max(middle, 1)}" + ("." if middle else " (here exactly 0)."))
+    mid = [rest // middle] * middle if middle else []
+    return ([first] if first is not None else []) + mid + ([last] if last is not None else [])
+
+
+def _suggest(config, pp):
+    n = config.num_layers
+    if (n + 2) % pp == 0 and n + 2 >= 2 * pp:
+        each = (n + 2) // pp
+        split = [each - 1] + [each] * (pp - 2) + [each - 1]
+        return (f"--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split gives {split}; "
+                f"or set --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.")
+    near = [d for d in range(1, n + 1) if n % d == 0 and d <= pp]
+    return (f"Use PP {near[-1]}, or --decoder-first-pipeline-num-layers/--decoder-last-pipeline-num-layers, "
+            f"or --pipeline-model-parallel-layout.")
+
+
+def parse_layout(text: str) -> list[str]:
+    """Stages of a layout string such as 'Et|(t|)*2,tL'. Source: core pipeline_parallel_layer_layout.py."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda m: m.group(1) * int(m.group(2)), text)
+    unknown = set(text) - set("EtmL|")
+    if unknown:
+        raise ValueError(f"pipeline-model-parallel-layout has unknown characters {sorted(unknown)}; expected E, t, m, L and |.")
+    return text.split("|")
+
+
+def _layout_counts(config, pp):
+    layout = config.pipeline_model_parallel_layout
+    rows = parse_layout(layout) if isinstance(layout, str) else ["".join({"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+                                                                          [str(x).split(".")[-1].lower()] for x in row) for row in layout]
+    if len(rows) % pp:
+        raise ValueError(f"pipeline-model-parallel-layout has {len(rows)} stages, not a multiple of PP {pp}.")
+    flat = "".join(rows)
+    if not flat.startswith("E") or not flat.endswith("L") or flat.count("E") != 1 or flat.count("L") != 1:
+        raise ValueError(f"pipeline-model-parallel-layout must start with its only E and end with its only L, found '{'|'.join(rows)}'.")
+    if flat.count("t") != config.num_layers:
+        raise ValueError(f"pipeline-model-parallel-layout has {flat.count('t')} decoder layers, the model has {config.num_layers}.")
+    return [[rows[stage * pp + rank].count("t") for stage in range(len(rows) // pp)] for rank in range(pp)]
+
+
+def check(config, world_size: int | None = None, seq_length: int | None = None) -> None:
+    """Raise ValueError for the first layout mistake: both numbers and what to do. Sizes only, no process group."""
+    _check_world(config, world_size)
+    _check_tensor(config)
+    _check_experts(config)
+    _check_pipeline(config)
+    _check_sequence(config, seq_length)
+
+
+def _check_world(config, world_size):
+    sizes = dict(TP=config.tensor_model_parallel_size, PP=config.pipeline_model_parallel_size, CP=config.context_parallel_size,
+                 EP=config.expert_model_parallel_size, ETP=config.expert_tp)
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, found {size!r}.")
+    if world_size is None:
+        return
+    dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
+    if world_size % dense:
+        raise ValueError(f"world size {world_size} is not a multiple of TP {sizes['TP']} x PP {sizes['PP']} x CP {sizes['CP']} = {dense}; "
+                         f"start {dense} processes or a multiple.")
+    expert = sizes["ETP"] * sizes["EP"] * sizes["PP"]
+    if world_size % expert:
+        raise ValueError(f"world size {world_size} is not a multiple of expert TP {sizes['ETP']} x EP {sizes['EP']} x PP {sizes['PP']} = "
+                         f"{expert}; lower EP or set --expert-tensor-parallel-size 1.")
+
+
+def _divides(what, number, by, size, hint):
+    if number % size:
+        raise ValueError(f"{what} {number} is not divisible by {by} {size}; {hint}")
+
+
+def _divisors(number, limit):
+    return [d for d in range(1, limit + 1) if number % d == 0]
+
+
+def _check_tensor(config):
+    tp, heads, groups = config.tensor_model_parallel_size, config.num_attention_heads, config.num_query_groups
+    _divides("num_attention_heads", heads, "TP", tp, f"TP can be {_divisors(heads, max(tp, 1))}.")
+    if groups % tp and tp % groups:
+        raise ValueError(f"num_query_groups {groups} vs TP {tp}: one must divide the other; "
+                         f"TP can be {[d for d in _divisors(heads, tp) if groups % d == 0 or d % groups == 0]}.")
+    rows = (heads + 2 * groups) * config.kv_channels
+    _divides("fused qkv rows", rows, "TP", tp, f"TP can be {_divisors(rows, tp)}.")
+    if config.get("ffn_hidden_size"):
+        _divides("ffn_hidden_size", config.ffn_hidden_size, "TP", tp, f"TP can be {_divisors(config.ffn_hidden_size, tp)}.")
+    shared = config.get("moe_shared_expert_intermediate_size")
+    if shared:
+        _divides("moe_shared_expert_intermediate_size", shared, "TP", tp, f"TP can be {_divisors(shared, tp)}.")
+
+
+def _check_experts(config):
+    experts, ep = config.get("num_moe_experts"), config.expert_model_parallel_size
+    if not experts:
+        if ep > 1:
+            raise ValueError(f"expert-model-parallel-size {ep} needs a mixture-of-experts model; this one has no experts.")
+        return
+    _divides("num_moe_experts", experts, "EP", ep, f"EP can be {_divisors(experts, ep)}.")
+    ffn = config.get("moe_ffn_hidden_size") or config.ffn_hidden_size
+    _divides("moe_ffn_hidden_size", ffn, "expert TP", config.expert_tp, "set --expert-tensor-parallel-size to a divisor.")
+    topk = config.get("moe_router_topk", 2)
+    if topk > experts:
+        raise ValueError(f"moe_router_topk {topk} is larger than num_moe_experts {experts}.")
+
+
+def _check_pipeline(config):
+    vpp = config.virtual_pipeline_model_parallel_size
+    if vpp is not None and config.pipeline_model_parallel_size < 2:
+        raise ValueError(f"virtual pipeline size {vpp} needs pipeline-model-parallel-size > 1, "
+                         f"found {config.pipeline_model_parallel_size}.")
+    split = stages(config)
+    if config.pipeline_model_parallel_layout and vpp is not None and len(split[0]) != vpp:
+        raise ValueError(f"pipeline-model-parallel-layout has {len(split[0])} virtual stages per rank, "
+                         f"virtual pipeline size is {vpp}; drop one of the two.")
+
+
+def _check_sequence(config, seq_length):
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if config.sequence_parallel and tp < 2:
+        raise ValueError(f"sequence-parallel needs tensor-model-parallel-size > 1, found {tp}; drop --sequence-parallel.")
+    if seq_length is None:
+        return
+    limit = config.rope.limit(config.max_position_embeddings)
+    if limit and seq_length > limit:
+        raise ValueError(f"seq_length {seq_length} exceeds {limit}: dynamic rope scaling is exact only up to max_position_embeddings; "
+                         f"use a shorter sequence.")
+    if cp > 1:
+        _divides("seq_length", seq_length, "2 x CP", 2 * cp, "context parallelism cuts a sequence into 2 x CP chunks.")
+    if config.sequence_parallel:
+        _divides("seq_length / CP", seq_length // cp, "TP", tp, "sequence parallelism cuts the sequence over TP ranks.")

@@ -1,0 +1,81 @@
+"""Rotary embeddings as Hugging Face configures them: read both config.json forms, and take HF's own frequency table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """``theta`` base, ``percent`` of each head rotated, ``scaling`` the other keys of HF's rope_parameters (no theta, no type)."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    percent: float = 1.0
+    scaling: Mapping = field(default_factory=dict)
+
+    def limit(self, max_position_embeddings: int) -> int | None:
+        """The longest sequence for which the table is exact, None when there is none: dynamic NTK changes beyond it."""
+        return max_position_embeddings if self.type == "dynamic" else None
+
+    def parameters(self) -> dict:
+        """HF's v5 ``rope_parameters``."""
+        out = {"rope_type": self.type, "rope_theta": self.theta, **self.scaling}
+        if self.percent != 1.0:
+            out["partial_rotary_factor"] = self.percent
+        return out
+
+    def v4_keys(self) -> dict:
+        """HF's v4 keys: rope_theta and rope_scaling at top level."""
+        scaling = None if self.type == "default" else {"rope_type": self.type, **self.scaling}
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+    def table(self, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+        """(inv_freq [rotary_dim / 2] fp32, factor on cos and sin), computed by Transformers' own functions.
+
+        Source: transformers/modeling_rope_utils.py, ROPE_INIT_FUNCTIONS; the plain table is theta^(-2i/d).
+        """
+        if self.type == "default":
+            dim = int(head_dim * self.percent)
+            return 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)), 1.0
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        carrier = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim,
+                              max_position_embeddings=max_position_embeddings, rope_parameters=self.parameters())
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[self.type](carrier, torch.device("cpu"))
+        return inv_freq.float(), float(factor)
+
+
+def read_rope(hf) -> Rope:
+    """The Rope of an HF config object in v5 form (rope_parameters) or v4 form (rope_theta + rope_scaling).
+
+    Raises ValueError for a type that is not supported, and for tables that differ between layers.
+    """
+    found = getattr(hf, "rope_parameters", None) or {}
+    params = dict(found)
+    if any(isinstance(v, Mapping) for v in params.values()):
+        params = _same_for_all_layers(params)
+    old = getattr(hf, "rope_scaling", None) or {}
+    if not found and isinstance(old, Mapping):
+        params = {**old, "rope_theta": getattr(hf, "rope_theta", 10000.0)}
+    kind = params.pop("rope_type", None) or params.get("type") or "default"
+    params.pop("type", None)
+    percent = params.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
+    theta = params.pop("rope_theta", None) or 10000.0
+    if kind not in SUPPORTED:
+        raise ValueError(f"rope type '{kind}' is not supported; supported: {', '.join(SUPPORTED)}. It is never ignored, "
+                         f"because positions beyond the first would silently be wrong.")
+    scaling = {k: v for k, v in params.items() if v is not None} if kind != "default" else {}
+    return Rope(kind, float(theta), float(percent), scaling)
+
+
+def _same_for_all_layers(params) -> dict:
+    tables = [dict(v) for v in params.values() if isinstance(v, Mapping)]
+    if any(t != tables[0] for t in tables):
+        raise ValueError(f"rope_parameters differ between layer types ({sorted(params)}); this family has one table for all layers.")
+    return tables[0]

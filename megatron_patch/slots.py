@@ -1,0 +1,148 @@
+"""Every GPT parameter Megatron-core can hold, once: its names, packing, shape, tensor-parallel axis and when it exists.
+
+A slot has a name per dialect: ``local`` (module names of the native spec), ``te`` (Transformer Engine spec) and ``disk``
+(the torch_dist key, where layers and experts are axes of one tensor). Sizes are read from the config: hidden_size,
+kv_channels, num_query_groups, ffn_hidden_size and so on, as TransformerConfig calls them.
+Source: megatron/core/models/gpt/gpt_layer_specs.py and the sharded_state_dict of each module.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_patch.packing import GLU, PLAIN, QKV, Packing
+
+LAYER = "decoder.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter. ``shape(config)`` is its full shape without vocabulary padding; ``tp_dim`` the sharded axis."""
+
+    local: str
+    shape: Callable[[object], tuple[int, ...]]
+    te: str = ""
+    disk: str = ""
+    packing: Packing = PLAIN
+    tp_dim: int | None = None
+    when: Callable[[object, int | None], bool] = lambda config, layer: True
+    vocab: bool = False
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.local
+
+    @property
+    def expert(self) -> bool:
+        """True for a routed expert's parameter: sharded over expert-TP and owned by one expert-parallel rank."""
+        return "{expert}" in self.local
+
+    def name(self, backend: str) -> str:
+        """Module name template under ``backend`` ('native' or 'te'), with {layer} and {expert} open."""
+        return self.te or self.local if backend == "te" else self.local
+
+    def disk_key(self, backend: str) -> str:
+        """torch_dist key template of a model built with ``backend``; {layer} stays open, experts are an axis."""
+        if self.expert or backend == "native":
+            return self.disk or self.te or self.local
+        return self.te or self.local
+
+
+def is_moe(config, layer: int) -> bool:
+    """True when ``layer`` routes to experts. Source: core gpt_layer_specs.py, moe_layer_freq."""
+    freq = config.get("moe_layer_freq", 1)
+    if not config.get("num_moe_experts"):
+        return False
+    return bool(freq[layer]) if isinstance(freq, (list, tuple)) else layer % freq == 0
+
+
+def is_dense(config, layer: int) -> bool:
+    return not is_moe(config, layer)
+
+
+def has_shared_expert(config, layer: int) -> bool:
+    return is_moe(config, layer) and bool(config.get("moe_shared_expert_intermediate_size"))
+
+
+def has_shared_gate(config, layer: int) -> bool:
+    return has_shared_expert(config, layer) and bool(config.get("moe_shared_expert_gate"))
+
+
+def has_qkv_bias(config, layer: int) -> bool:
+    return bool(config.get("add_qkv_bias") or config.get("add_bias_linear"))
+
+
+def has_linear_bias(config, layer: int) -> bool:
+    return bool(config.get("add_bias_linear"))
+
+
+def has_qk_norm(config, layer: int) -> bool:
+    return bool(config.get("qk_layernorm"))
+
+
+def has_head(config, layer=None) -> bool:
+    return not config.tied
+
+
+def _hidden(c):
+    return (c.hidden_size,)
+
+
+def _heads(c):
+    return c.num_attention_heads * c.kv_channels
+
+
+def _qkv(c):
+    return (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels
+
+
+def _mlp_rows(c, size):
+    return size * (2 if c.get("gated_linear_unit") else 1)
+
+
+def _moe_ffn(c):
+    return c.get("moe_ffn_hidden_size") or c.ffn_hidden_size
+
+
+def _both(dense, gate):
+    """``dense`` and a bias on every linear layer: a plain MLP's and attention's bias vectors."""
+    return lambda config, layer: dense(config, layer) and gate(config, layer)
+
+
+def _vocab(c):
+    return (c.vocab_size, c.hidden_size)
+
+
+SLOTS = {
+    "embed": Slot("embedding.word_embeddings.weight", _vocab, tp_dim=0, vocab=True),
+    "attn_norm": Slot(LAYER + "input_layernorm.weight", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+    "qkv": Slot(LAYER + "self_attention.linear_qkv.weight", lambda c: (_qkv(c), c.hidden_size), packing=QKV, tp_dim=0),
+    "qkv_bias": Slot(LAYER + "self_attention.linear_qkv.bias", lambda c: (_qkv(c),), packing=QKV, tp_dim=0, when=has_qkv_bias),
+    "q_norm": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
+    "k_norm": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
+    "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1),
+    "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),
+    "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_dense),
+    "mlp_in": Slot(LAYER + "mlp.linear_fc1.weight", lambda c: (_mlp_rows(c, c.ffn_hidden_size), c.hidden_size),
+                   packing=GLU, tp_dim=0, when=is_dense),
+    "mlp_in_bias": Slot(LAYER + "mlp.linear_fc1.bias", lambda c: (_mlp_rows(c, c.ffn_hidden_size),),
+                        packing=GLU, tp_dim=0, when=_both(is_dense, has_linear_bias)),
+    "mlp_out": Slot(LAYER + "mlp.linear_fc2.weight", lambda c: (c.hidden_size, c.ffn_hidden_size), tp_dim=1, when=is_dense),
+    "mlp_out_bias": Slot(LAYER + "mlp.linear_fc2.bias", _hidden, when=_both(is_dense, has_linear_bias)),
+    "moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, disk=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_moe),
+    "router": Slot(LAYER + "mlp.router.weight", lambda c: (c.num_moe_experts, c.hidden_size), when=is_moe),
+    "expert_in": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+                      lambda c: (_mlp_rows(c, _moe_ffn(c)), c.hidden_size),
+                      te=LAYER + "mlp.experts.linear_fc1.weight{expert}", disk=LAYER + "mlp.experts.experts.linear_fc1.weight",
+                      packing=GLU, tp_dim=0, when=is_moe),
+    "expert_out": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight", lambda c: (c.hidden_size, _moe_ffn(c)),
+                       te=LAYER + "mlp.experts.linear_fc2.weight{expert}", disk=LAYER + "mlp.experts.experts.linear_fc2.weight",
+                       tp_dim=1, when=is_moe),
+    "shared_in": Slot(LAYER + "mlp.shared_experts.linear_fc1.weight",
+                      lambda c: (_mlp_rows(c, c.moe_shared_expert_intermediate_size), c.hidden_size),
+                      packing=GLU, tp_dim=0, when=has_shared_expert),
+    "shared_out": Slot(LAYER + "mlp.shared_experts.linear_fc2.weight",
+                       lambda c: (c.hidden_size, c.moe_shared_expert_intermediate_size), tp_dim=1, when=has_shared_expert),
+    "shared_gate": Slot(LAYER + "mlp.shared_experts.gate_weight", lambda c: (1, c.hidden_size), when=has_shared_gate),
+    "final_norm": Slot("decoder.final_layernorm.weight", _hidden),
+    "head": Slot("output_layer.weight", _vocab, tp_dim=0, vocab=True, when=has_head),
+}

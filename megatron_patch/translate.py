@@ -1,0 +1,173 @@
+"""Hugging Face config.json <-> model config. Reads v4 and v5 forms; writes back what was read, plus what changed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_patch import registry
+from megatron_patch.family import Family
+from megatron_patch.rope import Rope, read_rope
+
+PARALLEL = dict(
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
+    context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None, sequence_parallel=False,
+    num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None, pipeline_model_parallel_layout=None,
+    account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model: its family, its TransformerConfig fields and what TransformerConfig has no field for.
+
+    ``fields`` maps TransformerConfig field names to values (sizes, parallel sizes and any override); they read as
+    attributes: ``config.num_layers``. ``hf`` is config.json as found. ``dtype`` is the dtype on disk.
+    """
+
+    family: Family | None
+    hf: Mapping[str, Any]
+    fields: Mapping[str, Any]
+    vocab_size: int
+    tied: bool
+    rope: Rope
+    max_position_embeddings: int
+    dtype: torch.dtype = torch.float32
+    make_vocab_size_divisible_by: int = 128
+    position_embedding_type: str = "rope"
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "fields":
+            raise AttributeError(name)
+        if name in self.fields:
+            return self.fields[name]
+        if name in PARALLEL:
+            return PARALLEL[name]
+        raise AttributeError(f"model config of family '{self.family.name if self.family else None}' has no field '{name}'")
+
+    def get(self, name: str, default=None):
+        """A field, or ``default`` when it is not set."""
+        return self.fields.get(name, PARALLEL.get(name, default))
+
+    def replace(self, **changes) -> "ModelConfig":
+        """A copy with other values; names of this class's own attributes and TransformerConfig fields may be mixed."""
+        own = {k: changes.pop(k) for k in list(changes) if k in self.__dataclass_fields__}
+        return replace(self, **own, fields={**self.fields, **changes})
+
+    def padded_vocab_size(self) -> int:
+        """vocab_size rounded up to a multiple of make_vocab_size_divisible_by x TP, once."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def expert_tp(self) -> int:
+        """Expert-tensor-parallel size; core takes TP when it is not given."""
+        return self.get("expert_tensor_parallel_size") or self.tensor_model_parallel_size
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from ``path``. Raises ValueError that names the file and what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; expected the folder of a Hugging Face checkpoint with config.json.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}; expected an object.")
+    return found
+
+
+def hf_object(raw: Mapping, where: str):
+    """The HF config object of ``raw``: Transformers' class, which fills its defaults, or the bare keys when it has none."""
+    from transformers import AutoConfig
+
+    raw = dict(raw)
+    kind = raw.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "transformers_version"})
+    except (KeyError, ValueError) as error:
+        if "Unrecognized model identifier" in str(error):
+            return SimpleNamespace(model_type=kind, **raw)
+        raise ValueError(f"{where} cannot be read: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{where} cannot be read by Transformers: {type(error).__name__}: {error}") from None
+
+
+def load_config(hf_dir, **overrides) -> ModelConfig:
+    """The model config of the HF folder ``hf_dir``; ``overrides`` are TransformerConfig fields or ModelConfig attributes.
+
+    Raises ValueError for a folder without a readable config.json, an unknown model_type, or values that the family
+    cannot represent.
+    """
+    path = Path(hf_dir) / "config.json"
+    return from_hf(read_json(path), str(path)).replace(**overrides)
+
+
+def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
+    """The model config of a config.json object."""
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "?")
+        raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
+    family = registry.find(raw.get("model_type"))
+    hf = hf_object(raw, where)
+    try:
+        fields = family.read(hf)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
+    _check_sizes(fields, hf, where)
+    return ModelConfig(
+        family=family, hf=dict(raw), fields=fields, vocab_size=int(hf.vocab_size), rope=read_rope(hf),
+        tied=bool(getattr(hf, "tie_word_embeddings", False)), dtype=_dtype(raw),
+        max_position_embeddings=int(getattr(hf, "max_position_embeddings", 0) or 2048))
+
+
+def _check_sizes(fields, hf, where):
+    sizes = {k: fields.get(k) for k in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+                                        "kv_channels")} | {"vocab_size": getattr(hf, "vocab_size", None)}
+    bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}
+    if bad:
+        raise ValueError(f"{where}: expected positive integers, found {bad}")
+    if fields["num_attention_heads"] % fields["num_query_groups"]:
+        raise ValueError(f"{where}: {fields['num_attention_heads']} attention heads are not a multiple of "
+                         f"{fields['num_query_groups']} key/value heads; check num_attention_heads and num_key_value_heads.")
+
+
+def _dtype(raw) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"config.json: dtype '{name}' is not supported; expected one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
+    """config.json for ``config``: the reference's own keys, with those rewritten whose value changed.
+
+    Without a reference (``config.hf`` empty) both v4 and v5 rope and dtype keys are written, so that either reader works.
+    """
+    name = str(dtype or config.dtype).removeprefix("torch.")
+    if not config.hf:
+        return _fresh(config, name)
+    out, before = dict(config.hf), from_hf(config.hf)
+    for key, entry in config.family.config.items():
+        if config.get(key) != before.get(key):
+            out.update(entry.write(config.get(key)))
+    own = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings}
+    old = {"vocab_size": before.vocab_size, "tie_word_embeddings": before.tied, "max_position_embeddings": before.max_position_embeddings}
+    out.update({k: v for k, v in own.items() if v != old[k]})
+    if config.rope != before.rope:
+        out.update(config.rope.v4_keys() if "rope_theta" in out else {"rope_parameters": config.rope.parameters()})
+    if name != str(before.dtype).removeprefix("torch."):
+        out["dtype" if "dtype" in out or "torch_dtype" not in out else "torch_dtype"] = name
+    return out
+
+
+def _fresh(config, dtype_name) -> dict:
+    return {
+        "architectures": list(config.family.architectures), "model_type": config.family.model_types[0], **config.family.write(config),
+        "vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": config.rope.parameters(), **config.rope.v4_keys(), "dtype": dtype_name, "torch_dtype": dtype_name}
