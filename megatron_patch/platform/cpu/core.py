@@ -1,0 +1,104 @@
+"""megatron-core where it is wrong or slow without a GPU: rows applied when the module is imported."""
+
+import contextlib
+import functools
+import sys
+
+import torch
+
+from megatron_patch.platform.cpu.devices import only_if_missing
+from megatron_patch.platform.ledger import SKIP, StandIn
+
+_MOE_TE = (
+    "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute fused_permute_with_probs fused_sort_chunks_by_index "
+    "fused_sort_chunks_by_index_with_probs fused_topk_with_score_function fused_unpermute te_general_gemm"
+).split()
+
+
+class FP8GlobalStateManager:
+    """Transformer Engine's answers when no FP8 is in use."""
+
+    is_fp8_enabled = staticmethod(lambda: False)
+    get_fp8_recipe = staticmethod(lambda: None)
+
+
+def _no_context(*args, **kwargs):
+    return contextlib.nullcontext()
+
+
+def _to_host(tensor, as_numpy=False, record_stream=False):
+    """maybe_move_tensor_to_cpu for tensors that are on the CPU and still have to become numpy (split sizes of all-to-all)."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _share_storage():
+    def share_storage(destination, source):
+        destination.untyped_storage().resize_(source.untyped_storage().nbytes())
+        destination.untyped_storage().copy_(source.untyped_storage())
+
+    return share_storage
+
+
+def _compile(original):
+    """torch.compile that leaves functions of megatron.core as they are: compiling them on CPU costs 34 s at first use.
+    Everyone else's calls go to torch."""
+
+    @functools.wraps(original)
+    def compile(model=None, *args, **kwargs):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
+            return model if model is not None else lambda function: function
+        return original(model, *args, **kwargs)
+
+    return compile
+
+
+def _quiet_fork(original):
+    def keep(record):
+        return original(record) if "CPU RNG state changed" not in record.msg else False
+
+    return keep
+
+
+def _false(original):
+    return False if original else SKIP
+
+
+def rows():
+    """The megatron table, and torch.compile as megatron calls it."""
+    random, moe = "megatron/core/tensor_parallel/random.py", "megatron/core/transformer/moe/moe_utils.py"
+    r, m = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils"
+    table = [StandIn(f"{m}:{name}", only_if_missing(None), moe, "name left undefined without TE (0.16.1)") for name in _MOE_TE]
+    table += [
+        StandIn(
+            f"{m}:maybe_move_tensor_to_cpu", lambda o: _to_host, moe, "CPU split sizes stay tensors, all_to_all rejects them"
+        ),
+        StandIn(
+            "megatron.core.transformer.multi_latent_attention:HAVE_TE",
+            _false,
+            "transformer/multi_latent_attention.py",
+            "True without TE",
+        ),
+        StandIn(
+            f"{r}:FP8GlobalStateManager",
+            only_if_missing(FP8GlobalStateManager),
+            random,
+            "undefined without TE, used by recompute",
+        ),
+        StandIn(
+            f"{r}:activation_recompute_forward", only_if_missing(_no_context), random, "undefined without TE, used by recompute"
+        ),
+        StandIn(f"{r}:fp8_autocast", only_if_missing(_no_context), random, "undefined without TE, used by recompute"),
+        StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
+        StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
+        StandIn(
+            "torch:compile",
+            _compile,
+            "megatron/core/jit.py, transformer/moe/router.py",
+            "34 s at the first fused function on CPU",
+        ),
+    ]
+    return table
+
+
+def _share(original):
+    return _share_storage if callable(original) else SKIP

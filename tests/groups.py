@@ -1,0 +1,125 @@
+"""Run a function on several ranks: fresh processes on platform cpu, each in a gloo group of its own world.
+
+    run_ranks(2, "tests.platform.ranks:tp_losses", {"sp": True})  ->  [result of rank 0, result of rank 1]
+
+The function takes JSON arguments, finds torch.distributed initialised, and returns something JSON can hold. Start one group and
+run many cases in it: a process costs 8 s of imports."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds the traceback of the first one that did."""
+
+
+def free_port():
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(world_size, target, *args, timeout=300, env=None):
+    """Call `module:function` with JSON `args` on `world_size` fresh processes; returns their results in rank order.
+    Raises RankError with a rank's traceback when one fails, dies or the `timeout` (seconds) passes; no process outlives the call."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        folder = Path(folder)
+        (folder / "args.json").write_text(json.dumps(args))
+        port = free_port()
+        ranks = [_start(rank, world_size, target, folder, port, env or {}) for rank in range(world_size)]
+        try:
+            _wait(ranks, folder, target, timeout)
+        finally:
+            for process in ranks:
+                _kill(process)
+        return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _start(rank, world_size, target, folder, port, env):
+    variables = {
+        **os.environ, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONFAULTHANDLER": "1", **env,
+    }  # fmt: skip
+    with open(folder / f"log{rank}.txt", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.groups", target, str(folder)],
+            env={key: str(value) for key, value in variables.items()},
+            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait(ranks, folder, target, timeout):
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
+        if failed:
+            time.sleep(0.5)  # the rank at fault may be the one that has not exited yet
+            raise RankError(_report(ranks, folder, target))
+        if time.monotonic() > deadline:
+            raise RankError(f"{target}: no answer within {timeout} s\n{_report(ranks, folder, target)}")
+        time.sleep(0.05)
+    if any(process.returncode for process in ranks):
+        raise RankError(_report(ranks, folder, target))
+
+
+def _report(ranks, folder, target):
+    """The traceback of the rank that raised first, else the end of every log."""
+    errors = sorted(folder.glob("error*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        return f"{target} failed on rank {errors[0].stem[5:]}:\n{errors[0].read_text()}"
+    logs = [(folder / f"log{rank}.txt").read_text(errors="replace")[-3000:] for rank in range(len(ranks))]
+    return "\n".join(f"{target}: rank {rank}, exit {ranks[rank].poll()}:\n{log}" for rank, log in enumerate(logs))
+
+
+def _kill(process):
+    """End the rank and all it started (its own session, so nothing else)."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _write(path, text):
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+def _rank_main(target, folder):
+    import importlib
+    import traceback
+
+    folder, rank = Path(folder), os.environ["RANK"]
+    try:
+        from megatron_patch import platform
+
+        platform.activate("cpu")
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo")
+        module, _, name = target.partition(":")
+        result = getattr(importlib.import_module(module), name)(*json.loads((folder / "args.json").read_text()))
+        _write(folder / f"result{rank}.json", json.dumps(result))
+        torch.distributed.barrier()
+    except BaseException:
+        _write(folder / f"error{rank}.txt", traceback.format_exc())
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # no wait for threads of gloo or of a data loader
+
+
+if __name__ == "__main__":
+    _rank_main(*sys.argv[1:])
