@@ -1,0 +1,1 @@
+"""Data: tokenizer, preprocessing, core's datasets, micro-batches. Importing it imports neither torch nor megatron."""

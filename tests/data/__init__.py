@@ -1,0 +1,1 @@
+"""Data: preprocessing, datasets, batches. No process group unless a test starts one."""
