@@ -1,0 +1,1 @@
+"""Training on megatron.core: settings, loop, schedule, metrics and checkpoints."""
