@@ -1,0 +1,56 @@
+"""Norms without Transformer Engine or apex that work under sequence parallelism.
+
+Upstream's torch norm refuses sequence parallelism and zero-centred gamma (megatron/core/transformer/torch_norm.py).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w over the last axis, the statistics in fp32 as Hugging Face does it.
+
+    Input and output [..., hidden]; the output has the weight's dtype. Source: transformers LlamaRMSNorm.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
+        fill = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if x_SBH.dtype == torch.float32 == weight.dtype:
+            return F.rms_norm(x_SBH, weight.shape, weight, self.eps)
+        return F.rms_norm(x_SBH.float(), weight.shape, None, self.eps).to(weight.dtype) * weight
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * w + b over the last axis; [..., hidden] in and out."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
+        fill = torch.zeros if self.zero_centered else torch.ones
+        kind = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight, self.bias = nn.Parameter(fill(hidden_size, **kind)), nn.Parameter(torch.zeros(hidden_size, **kind))
+        self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return F.layer_norm(x_SBH.to(weight.dtype), weight.shape, weight, self.bias, self.eps)
+
+
+class Norm:
+    """Builds the norm that ``config.normalization`` names; the call signature of upstream's norm builders."""
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **kwargs):
+        kinds = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+        if config.normalization not in kinds:
+            raise ValueError(f"normalization '{config.normalization}' has no native module; expected one of {sorted(kinds)}.")
+        return kinds[config.normalization](config, hidden_size, eps, **kwargs)

@@ -1,0 +1,94 @@
+"""Build upstream's GPTModel from a model config: TransformerConfig, spec, rope table, padded-vocabulary mask."""
+
+import dataclasses
+
+import torch
+
+from megatron_patch import platform, spec, upstream
+from megatron_patch.layers.mla import replicated_projections
+from megatron_patch.layers.vocabulary import hide_padding
+from megatron_patch.translate import ModelConfig
+
+
+def transformer_config(config: ModelConfig):
+    """The TransformerConfig (or MLATransformerConfig) of ``config``. Fields that the installed core lacks are an error."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+    known = {f.name for f in dataclasses.fields(kind)}
+    fields = {**_defaults(config), **{k: v for k, v in config.fields.items() if v is not None or k not in _defaults(config)}}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"megatron-core {upstream.CORE_TEXT} has no config fields {unknown}; a newer core or another spelling is needed.")
+    return kind(**fields)
+
+
+def _defaults(config) -> dict:
+    """What a user of this library gets without asking; every one can be overridden by a field of the config."""
+    dtype = config.get("params_dtype") or (torch.bfloat16 if config.get("bf16") else torch.float16 if config.get("fp16") else torch.float32)
+    out = dict(params_dtype=dtype, pipeline_dtype=dtype, hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False,
+               gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+               calculate_per_token_loss=True)
+    factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if config.position_embedding_type == "rope" else 1.0
+    if factor != 1.0:
+        if config.rope.percent != 1.0:
+            raise ValueError(f"rope factor {factor} on a partial rotation ({config.rope.percent}) is not supported.")
+        out["softmax_scale"] = factor**2 / config.kv_channels**0.5  # cos and sin carry the factor on both q and k
+    if config.virtual_pipeline_model_parallel_size:
+        out.update(overlap_p2p_comm=True, batch_p2p_comm=False)  # core's defaults mismatch sends between a pair of ranks
+    return out
+
+
+def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None,
+                layer_impl: str = "native"):
+    """One GPTModel chunk on this rank's device: logits [b, s, vocab / TP] or, with labels, per-token loss [b, s].
+
+    Needs core's process groups (megatron_patch.parallel.initialize). Raises ValueError for layouts that do not work.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) before build_model.")
+    core = transformer_config(config)
+    block = spec.block_spec(core, layer_impl, vp_stage)
+    with replicated_projections():
+        model = GPTModel(
+            core, block, vocab_size=config.padded_vocab_size(), max_sequence_length=config.max_position_embeddings,
+            pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=config.tied,
+            position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
+            rotary_base=config.rope.theta, mtp_block_spec=spec.mtp_spec(core, block, layer_impl, vp_stage), vp_stage=vp_stage)
+    _use_rope_table(model, config)
+    if post_process:
+        hide_padding(model.output_layer, config.vocab_size, config.padded_vocab_size())
+    model.model_config, model.layer_impl = config, layer_impl
+    return model.to(platform.current().device)
+
+
+def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
+    """All model chunks of this rank: one, or one per virtual pipeline stage."""
+    from megatron.core import parallel_state as ps
+
+    chunks, pp = [], config.pipeline_model_parallel_size
+    rank = ps.get_pipeline_model_parallel_rank()
+    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        last = (config.virtual_pipeline_model_parallel_size or 1) - 1
+        chunks.append(build_model(config, pre_process=rank == 0 and stage == 0, post_process=rank == pp - 1 and stage == last,
+                                  vp_stage=stage if config.virtual_pipeline_model_parallel_size else None, layer_impl=layer_impl))
+    return chunks
+
+
+def _use_rope_table(model, config) -> None:
+    """Give the rotary module HF's own frequencies and refuse lengths for which they are not exact."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is None or config.position_embedding_type != "rope":
+        return
+    inv_freq, _ = config.rope.table(config.kv_channels, config.max_position_embeddings)
+    rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)
+    limit = config.rope.limit(config.max_position_embeddings)
+    if limit:
+        def refuse_beyond(module, args, kwargs):
+            length = args[0] if args else kwargs["max_seq_len"]
+            if length > limit:
+                raise ValueError(f"sequence of {length} tokens: dynamic rope scaling is exact only up to {limit}; shorten the sequence.")
+        rotary.register_forward_pre_hook(refuse_beyond, with_kwargs=True)

@@ -1,0 +1,67 @@
+"""Process groups for a model config: one call sets up torch.distributed and core's parallel_state."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch import layout, platform
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's coordinates, as plain numbers. ``dp`` does not count context parallelism, ``dp_cp`` does."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    expert_dp: int
+    dp_cp: int
+
+
+def start_processes(timeout_minutes: float = 10) -> None:
+    """Initialise torch.distributed from torchrun's environment, or as one process when there is none."""
+    if dist.is_initialized():
+        return
+    import datetime
+
+    here = platform.current()
+    if "RANK" in os.environ:
+        dist.init_process_group(here.backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    else:
+        dist.init_process_group(here.backend, rank=0, world_size=1, store=dist.HashStore())
+
+
+def initialize(config, seed: int = 1234) -> None:
+    """Make core's process groups for the sizes in ``config`` (again, if other sizes were there) and seed the RNG tracker.
+
+    Raises ValueError for a layout mistake, before any group is made.
+    """
+    start_processes()
+    layout.check(config, dist.get_world_size())
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size, expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.get("expert_tensor_parallel_size"))
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def place() -> Place:
+    """Where this rank is. Raises RuntimeError before :func:`initialize`."""
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) first.")
+    return Place(tp=ps.get_tensor_model_parallel_rank(), pp=ps.get_pipeline_model_parallel_rank(), cp=ps.get_context_parallel_rank(),
+                 dp=ps.get_data_parallel_rank(), ep=ps.get_expert_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(),
+                 expert_dp=ps.get_expert_data_parallel_rank(), dp_cp=ps.get_data_parallel_rank(with_context_parallel=True))
