@@ -6,7 +6,6 @@ from torch import Tensor
 
 from megatron_patch import layout, parallel
 from megatron_patch.checkpoint.folder import HfFolder, Source
-from megatron_patch.checkpoint.hf_write import HfWriter
 from megatron_patch.checkpoint.plan import Placement, plan
 
 
@@ -92,6 +91,8 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     ``hf_ref``: folder whose tokenizer, generation config and remote code are copied. ``dtype``: cast on the way (default:
     the model's). Raises ValueError on every rank when writing fails; nothing half-written is left.
     """
+    from megatron_patch.checkpoint.hf_write import HfWriter
+
     chunks = bare(model)
     config = chunks[0].model_config
     at, rank = parallel.place(), dist.get_rank()

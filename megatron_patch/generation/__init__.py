@@ -1,0 +1,1 @@
+"""Logits and text from a live model under any parallel layout."""

@@ -1,0 +1,65 @@
+"""Tiny random Hugging Face models, one per family and variant, scaled so that logits tell right from wrong.
+
+Default initialisation gives logits with a standard deviation near 0.16, where a wrong rope factor moves them by 1e-3 only;
+these weights are larger, and norm weights are not 1.
+"""
+
+import torch
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1003,
+             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+LENGTH = 96
+
+
+def _scaled(kind, **more):
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **more))
+
+
+CASES = {
+    "llama": ("LlamaConfig", dict(rope_parameters=dict(ROPE, rope_theta=5000.0))),
+    "llama_tied": ("LlamaConfig", dict(tie_word_embeddings=True)),
+    "llama_bias": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
+    "llama3": ("LlamaConfig", _scaled("llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=32)),
+    "llama_linear": ("LlamaConfig", _scaled("linear", factor=4.0)),
+    "llama_yarn": ("LlamaConfig", _scaled("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "llama_dynamic": ("LlamaConfig", _scaled("dynamic", factor=2.0)),
+    "mistral": ("MistralConfig", dict(sliding_window=24, head_dim=16)),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_tied": ("Qwen2Config", dict(tie_word_embeddings=True)),
+    "qwen2_window": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=24, max_window_layers=2)),
+    "qwen3": ("Qwen3Config", dict(head_dim=32)),
+    "qwen2_moe": ("Qwen2MoeConfig", dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+                                         norm_topk_prob=False, mlp_only_layers=[1])),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
+
+
+def build(case: str, seed: int = 0, **overrides):
+    """A random HF model of ``case`` in fp32, eval mode, eager attention."""
+    import transformers
+
+    name, more = CASES[case]
+    config = getattr(transformers, name)(**{**SIZES, **more, **overrides})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter_name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        p.data = 1 + 0.3 * noise if parameter_name.endswith("norm.weight") else 0.12 * noise
+    return model
+
+
+def save(case: str, folder, seed: int = 0, **overrides):
+    """Save ``case`` to ``folder``; returns the model."""
+    model = build(case, seed, **overrides)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(batch: int = 2, length: int = LENGTH, vocab: int = 1003, seed: int = 5):
+    """[batch, length] random token ids."""
+    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,22 @@
+"""Tiny HF models on disk with Transformers' own logits beside them, made once per test run."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    """{case: folder}: safetensors, config.json and expected.pt (tokens [b, s], logits [b, s, v])."""
+    import torch
+
+    from tests.families import tiny
+
+    folders = {}
+    for case in tiny.CASES:
+        folder = tmp_path_factory.mktemp(case)
+        model = tiny.save(case, folder)
+        ids = tiny.tokens()
+        with torch.no_grad():
+            logits = model(ids).logits
+        torch.save({"tokens": ids, "logits": logits}, folder / "expected.pt")
+        folders[case] = str(folder)
+    return folders
