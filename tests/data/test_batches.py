@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_patch.data.batches import batches, context_slice, pack, packed_params
+from megatron_patch.data.batches import attention_arguments, batches, context_slice, document_ids, pack
 from megatron_patch.data.sampling import PADDING, Order
 
 
@@ -129,31 +129,52 @@ def test_sizes_that_do_not_fit_are_refused(options, said):
         batches(Numbers(6), **{"consumed_samples": 0, **options})
 
 
-def test_documents_end_at_eod_and_at_the_end_of_a_sample():
-    """Two samples of five tokens, eod 0: documents [3,4,0] [5,6] | [7,0] [0] [8,9] in one row; eod belongs to its document."""
-    batch = pack(rows([[3, 4, 0, 5, 6], [7, 0, 0, 8, 9]]), document_end=0)
-    assert batch["tokens"].tolist() == [[3, 4, 0, 5, 6, 7, 0, 0, 8, 9]]
-    assert batch["labels"].tolist() == [[103, 104, 100, 105, 106, 107, 100, 100, 108, 109]]
+def with_documents(tokens):
+    batch = rows(tokens)
+    return {**batch, "document_ids": document_ids(batch["tokens"], 0)}
+
+
+def test_documents_end_at_eod_which_belongs_to_them():
+    """Two samples of five tokens, eod 0: documents [3,4,0] [5,6] and [7,0] [0] [8,9]; the ids go to attention as they are."""
+    batch = with_documents([[3, 4, 0, 5, 6], [7, 0, 0, 8, 9]])
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 2, 2]]
+    assert batch["document_ids"].dtype == torch.int32
+    assert attention_arguments(batch) == {"attention_mask": batch["document_ids"], "packed_seq_params": None}
+    assert attention_arguments(rows([[1, 2]])) == {"attention_mask": None, "packed_seq_params": None}
+
+
+def test_packing_makes_one_row_of_whole_documents():
+    """The same two samples as one row of ten tokens: bounds at each document and each sample, an eod last makes no more."""
+    batch = pack(with_documents([[3, 4, 0, 5, 6], [7, 0, 0, 8, 0]]))
+    assert batch["tokens"].tolist() == [[3, 4, 0, 5, 6, 7, 0, 0, 8, 0]]
+    assert batch["labels"].tolist() == [[103, 104, 100, 105, 106, 107, 100, 100, 108, 100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4] * 2]
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7, 8, 10] and batch["cu_seqlens"].dtype == torch.int32
-    assert batch["max_seqlen"] == 3
-    params = packed_params(batch)
+    params = attention_arguments(batch)["packed_seq_params"]
     assert params.qkv_format == "thd" and params.cu_seqlens_q is batch["cu_seqlens"] and params.max_seqlen_kv == 3
-    assert packed_params(rows([[1, 2]])) is None
+    assert attention_arguments(batch)["attention_mask"] is None
 
 
-def test_an_eod_at_the_end_of_a_sample_makes_no_empty_document():
-    """A sample that ends with eod gives one boundary there, not two."""
-    assert pack(rows([[1, 2, 0], [3, 0, 4]]), 0)["cu_seqlens"].tolist() == [0, 3, 5, 6]
+def test_packing_for_context_parallelism_fills_documents_up():
+    """cp 2: documents of 5 and 3 tokens become 8 and 4, what was added counts nothing; each is cut zigzag by itself."""
+    batch = pack(with_documents([[1, 2, 3, 4, 0, 6, 7, 8]]), cp_size=2)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 0, 0, 0, 0, 6, 7, 8, 0]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]]
+    assert batch["cu_seqlens"].tolist() == [0, 8, 12] and batch["max_seqlen"] == 8
+    parts = [context_slice(batch, rank, 2) for rank in (0, 1)]
+    assert parts[0]["tokens"].tolist() == [[1, 2, 0, 0, 6, 0]] and parts[1]["tokens"].tolist() == [[3, 4, 0, 0, 7, 8]]
+    assert parts[0]["labels"].tolist() == [[101, 102, 0, 0, 106, 0]]
+    assert parts[1]["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1]]
+    assert parts[1]["cu_seqlens"].tolist() == [0, 8, 12]
 
 
-def test_packed_documents_are_the_blocks_of_upstreams_mask():
-    """The [s, s] mask core builds for --reset-attention-mask lets token i see j exactly when cu_seqlens does."""
+def test_documents_are_the_blocks_of_upstreams_mask():
+    """The [s, s] mask core builds for --reset-attention-mask lets token i see j exactly when their documents are one."""
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
     tokens = torch.tensor([5, 0, 0, 7, 8, 9, 0, 4])
     hidden, _, _ = _get_ltor_masks_and_position_ids(tokens, 0, True, True, False, True)
-    bounds = pack(rows([tokens.tolist()]), 0)["cu_seqlens"]
-    document = torch.searchsorted(bounds[1:], torch.arange(8, dtype=torch.int32), right=True)
+    document = document_ids(tokens[None], 0)[0]
     sees = (document[:, None] == document) & torch.ones(8, 8).tril().bool()
     assert torch.equal(sees, ~hidden[0])
 
@@ -161,13 +182,14 @@ def test_packed_documents_are_the_blocks_of_upstreams_mask():
 @pytest.mark.parametrize(("cp_size", "expected"), [(2, [[0, 1, 6, 7], [2, 3, 4, 5]]), (4, [[0, 7], [1, 6], [2, 5], [3, 4]])])
 def test_context_slice_is_zigzag(cp_size, expected):
     """Rank r holds chunks r and 2*cp-1-r of every field, labels with their tokens; documents stay global."""
-    batch = pack(rows([[10, 11, 12, 13, 14, 15, 16, 17]]), 12)
+    batch = rows([[10, 11, 12, 13, 14, 15, 16, 17]])
+    batch["document_ids"] = document_ids(batch["tokens"], 12)
     for rank in range(cp_size):
         part = context_slice(batch, rank, cp_size)
         assert part["position_ids"].tolist() == [expected[rank]]
         assert part["tokens"].tolist() == [[10 + place for place in expected[rank]]]
         assert part["labels"].tolist() == [[110 + place for place in expected[rank]]]
-        assert part["cu_seqlens"].tolist() == [0, 3, 8]
+        assert part["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
 
 
 def test_context_slice_is_upstreams(monkeypatch):
@@ -187,5 +209,5 @@ def test_context_slice_is_upstreams(monkeypatch):
 
 def test_context_slice_refuses_rows_it_cannot_cut():
     """A row of 6 tokens has no 2 x 2 equal chunks: the error names both."""
-    with pytest.raises(ValueError, match="rows of 6 tokens .* 2 x 2 chunks .* multiple of 4"):
+    with pytest.raises(ValueError, match="6 tokens cannot be cut into 2 x 2 chunks .* multiple of 4"):
         context_slice(rows([[1, 2, 3, 4, 5, 6]]), 0, 2)

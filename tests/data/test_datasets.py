@@ -40,7 +40,7 @@ def test_samples_are_shifted_runs_of_the_shuffled_documents(write_dataset, tmp_p
 
 
 def test_position_ids_and_documents_restart_after_eod(write_dataset, tmp_path):
-    """[a, b, E, c, d] gives positions [0, 1, 2, 0, 1], documents [0, 3, 5], and a masked loss where the input is E (B101)."""
+    """[a, b, E, c, d] gives positions [0, 1, 2, 0, 1], documents [0, 0, 0, 1, 1], a masked loss where the input is E (B101)."""
     prefix = write_dataset([[3, 4, 999, 5, 6, 7]])
     spec = DataSpec(data_path=[prefix], split="1", data_cache_path=str(tmp_path), reset_position_ids=True,
                     reset_attention_mask=True, eod_mask_loss=True)
@@ -50,7 +50,7 @@ def test_position_ids_and_documents_restart_after_eod(write_dataset, tmp_path):
     assert batch["labels"].tolist() == [[4, 999, 5, 6, 7]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1]]
 
 
 def test_every_rank_reads_the_same_documents_whatever_its_slice(write_dataset, tmp_path):
@@ -58,10 +58,10 @@ def test_every_rank_reads_the_same_documents_whatever_its_slice(write_dataset, t
     spec = DataSpec(data_path=[write_dataset(documents(20))], split="1", data_cache_path=str(tmp_path))
     train, _, _ = build(spec, train=8, seq=8)
     one, other = (next(batches(train, consumed_samples=2, micro_batch_size=2, document_end=999)) for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one if name != "max_seqlen")
+    assert "document_ids" in one and all(torch.equal(one[name], other[name]) for name in one)
     parts = [context_slice(one, rank, 2)["tokens"] for rank in (0, 1)]
-    joined = torch.cat([parts[0][:, :4], parts[1], parts[0][:, 4:]], dim=1)
-    assert torch.equal(joined, one["tokens"]) and joined.shape == (1, 16)
+    joined = torch.cat([parts[0][:, :2], parts[1], parts[0][:, 2:]], dim=1)
+    assert torch.equal(joined, one["tokens"]) and joined.shape == (2, 8)
 
 
 def test_a_tiny_weight_in_a_blend(write_dataset, tmp_path):
