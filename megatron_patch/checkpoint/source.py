@@ -1,0 +1,165 @@
+"""A checkpoint seen through a family: canonical Hugging Face names, wherever and however the tensors are held."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_patch.checkpoint.plan import Placement, plan
+
+SHOWN = 8
+BLOCK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Location:
+    """``shape`` from row ``first`` of ``name``, of its slab ``expert`` when that is not None; ``stored`` is the whole shape
+    that ``name`` must have."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    first: int = 0
+    expert: int | None = None
+
+
+class Source:
+    """``reader`` (HfFolder, HfState) by the canonical names of ``family``.
+
+    A tensor is looked for under its own name, without or with one more base prefix ('model.', 'transformer.'), and inside
+    the fused tensors that the family lists as alternatives. Nothing is read until asked. :meth:`check` is strict.
+    """
+
+    def __init__(self, reader, family, config):
+        self.reader, self.family, self.config = reader, family, config
+        self._have = set(reader.names())
+        self._base = _base(family)
+        self._at: dict[str, Location] = {}
+        self._missing: list[tuple[Placement, str]] = []
+        for place in plan(family, config):
+            for name, template, shape in zip(place.names, place.templates, place.part_shapes(config)):
+                found = self._find(name, template, place, shape)
+                if found is None:
+                    self._missing.append((place, name))
+                else:
+                    self._at[name] = found
+
+    @property
+    def bytes_read(self) -> int:
+        return self.reader.bytes_read
+
+    def locate(self, name: str) -> Location:
+        """Where canonical ``name`` is. Raises ValueError when the checkpoint does not hold it."""
+        if name not in self._at:
+            raise ValueError(f"{self.family.name}: {self.reader.where} lacks '{name}'; check that config.json belongs to these weights.")
+        return self._at[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.locate(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.reader.dtype(self.locate(name).name)
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of canonical ``name``."""
+        at = self.locate(name)
+        stop = at.shape[0] if stop is None else stop
+        return self.reader.rows(at.name, at.first + start, at.first + stop, at.expert)
+
+    def columns(self, name: str, start: int, stop: int) -> Tensor:
+        """Columns [start, stop) of canonical ``name`` [rows, columns]."""
+        at = self.locate(name)
+        if at.shape == at.stored:
+            return self.reader.columns(at.name, start, stop)
+        return self.rows(name)[:, start:stop].contiguous()
+
+    def span(self, name: str):
+        """(file, offset of the first byte) of canonical ``name``, None when it lies in no file in one piece."""
+        at = self.locate(name)
+        base = self.reader.span(at.name)
+        if base is None:
+            return None
+        row = math.prod(at.shape[1:]) * self.dtype(name).itemsize
+        skip = at.first + (at.expert * at.stored[1] if at.expert is not None else 0)
+        return base[0], base[1] + skip * row
+
+    def _find(self, name, template, place, shape) -> Location | None:
+        for candidate in self._spellings(name):
+            if candidate in self._have:
+                return Location(candidate, shape, shape)
+        view = self.family.alternatives.get(template)
+        if view is None:
+            return None
+        stored = (shape[0] * view.parts, *shape[1:])
+        if view.stacked:
+            stored = (self.config.num_moe_experts, *stored)
+        for candidate in self._spellings(view.name.format(layer=place.layer, expert=place.expert)):
+            if candidate in self._have:
+                return Location(candidate, shape, stored, view.part * shape[0], place.expert if view.stacked else None)
+        return None
+
+    def _spellings(self, name):
+        yield name
+        if name.startswith(self._base):
+            yield name.removeprefix(self._base)
+        yield self._base + name
+
+    def check(self) -> "Source":
+        """Raise ValueError unless every parameter is there in its shape and every tensor is used or known to be none."""
+        problems = self._lacking() + self._misshapen() + self._unused() + self._tied_head()
+        if problems:
+            raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json.\n  " + "\n  ".join(problems))
+        return self
+
+    def _lacking(self):
+        lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]
+        return _shorten(lines, "missing")
+
+    def _why(self, place) -> str:
+        if place.key == "head":
+            return ": config.json says tie_word_embeddings=false, so the output layer must be there"
+        if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and place.layer is not None:
+            kind = "sparse" if self.config.moe_layer_freq[place.layer] else "dense"
+            return f": layer {place.layer} is {kind} by moe_layer_freq; check mlp_only_layers in config.json"
+        return ""
+
+    def _misshapen(self):
+        pairs = {at.name: at.stored for at in self._at.values()}
+        return _shorten([f"'{name}' has shape {list(self.reader.shape(name))}, config.json needs {list(stored)}"
+                         for name, stored in pairs.items() if self.reader.shape(name) != stored], "mis-shaped")
+
+    def _unused(self):
+        used = {at.name for at in self._at.values()} | set(self._spare_head())
+        lines = [f"holds '{name}' {list(self.reader.shape(name))}, which no parameter of this model takes" for name in self.reader.names()
+                 if name not in used and not name.endswith(tuple(self.family.ignored))]
+        return _shorten(lines, "unused")
+
+    def _spare_head(self) -> list[str]:
+        """The output layer that a tied checkpoint may repeat."""
+        if not self.config.tied or "head" not in self.family.weights:
+            return []
+        return [s for s in self._spellings(self.family.weights["head"][0]) if s in self._have]
+
+    def _tied_head(self):
+        embed = self.family.weights["embed"][0]
+        if embed not in self._at:
+            return []
+        return [f"'{name}' differs from '{embed}' although config.json says tie_word_embeddings=true; set it to false to keep both"
+                for name in self._spare_head() if not self._same(name, embed)]
+
+    def _same(self, name, embed) -> bool:
+        if self.reader.shape(name) != self.reader.shape(self._at[embed].name):
+            return False
+        rows = self.reader.shape(name)[0]
+        return all(torch.equal(self.reader.rows(name, i, min(i + BLOCK_ROWS, rows)), self.rows(embed, i, min(i + BLOCK_ROWS, rows)))
+                   for i in range(0, rows, BLOCK_ROWS))
+
+
+def _base(family) -> str:
+    """'model.' of 'model.embed_tokens.weight'."""
+    return family.weights["embed"][0].split(".")[0] + "."
+
+
+def _shorten(lines: list[str], what: str) -> list[str]:
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"... {len(lines) - SHOWN} more {what}"]
