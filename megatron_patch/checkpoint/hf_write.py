@@ -1,0 +1,207 @@
+"""Write the folder that Hugging Face's save_pretrained would write, tensor by tensor, never holding more than one.
+
+All names, shapes and dtypes follow from the plan, so each shard's header is written before its data and nothing is
+rewritten. The folder appears under its name only when it is complete.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_patch import translate
+from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.safetensors_file import CODES
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe")  # tokenizer, generation config, remote code
+NOT_COMPANIONS = ("config.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor to come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HfWriter:
+    """``add`` every tensor in plan order, then ``finish``. Nothing is visible at ``out`` before that.
+
+    ``hf_ref``: the folder whose tokenizer, generation config, chat template and remote code are copied, or None.
+    ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by name. Raises ValueError when ``out``
+    is there and not empty (``force``: replaced, if it holds nothing but a Hugging Face checkpoint).
+    """
+
+    def __init__(self, out, hf_ref, config, dtype: torch.dtype | None = None, max_shard_size="5GB", *,
+                 dtypes: Mapping[str, torch.dtype] | None = None, force: bool = False):
+        self.out, self.config, self.dtype = Path(out).absolute(), config, dtype or config.dtype
+        self.replace = _check_target(self.out, hf_ref, force)
+        self.hf_ref = Path(hf_ref) if hf_ref is not None else None
+        specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape)) for place in plan(config.family, config)
+                 for name, shape in zip(place.names, place.part_shapes(config))]
+        self.shards = _shards(specs, size_in_bytes(max_shard_size))
+        self._queue = [(shard, spec) for shard, part in enumerate(self.shards) for spec in part]
+        self._next, self._file, self._open_shard = 0, None, None
+        self.work = output.start(self.out)
+
+    def add(self, name: str, tensor: Tensor | Iterable[Tensor]) -> None:
+        """The next tensor, or its row blocks in order. Raises ValueError for a wrong order, shape or number of rows."""
+        if self._next >= len(self._queue):
+            raise ValueError(f"'{name}' is one tensor too many: the plan has {len(self._queue)}.")
+        shard, spec = self._queue[self._next]
+        if name != spec.name:
+            raise ValueError(f"expected '{spec.name}' as tensor {self._next + 1} of {len(self._queue)}, got '{name}'; "
+                             f"add them in plan order.")
+        blocks = [tensor] if isinstance(tensor, Tensor) else tensor
+        file, written = self._shard_file(shard), 0
+        for block in blocks:
+            if tuple(block.shape[1:]) != spec.shape[1:]:
+                raise ValueError(f"'{name}' has shape {list(block.shape)}, expected {list(spec.shape)}.")
+            data = block.detach().to(device="cpu", dtype=spec.dtype).contiguous()
+            file.write(data.view(torch.uint8).numpy().data if data.numel() else b"")
+            written += data.numel() * data.element_size()
+        if written != spec.nbytes:
+            raise ValueError(f"'{name}' has {written} bytes, expected {spec.nbytes} for {list(spec.shape)} of {spec.dtype}.")
+        self._next += 1
+
+    def finish(self) -> Path:
+        """Complete the folder and make it visible. Raises ValueError when tensors are missing."""
+        if self._next != len(self._queue):
+            self.abort()
+            raise ValueError(f"only {self._next} of {len(self._queue)} tensors were added; "
+                             f"the next is '{self._queue[self._next][1].name}'.")
+        self._close()
+        if len(self.shards) > 1:
+            self._write_json("model.safetensors.index.json", self._index())
+        self._write_json("config.json", translate.to_hf(self.config, self.dtype))
+        if self.hf_ref is not None:
+            copy_companions(self.hf_ref, self.work)
+        output.publish(self.out, self.replace)
+        return self.out
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is not None:
+            self.abort()
+
+    def _shard_file(self, shard):
+        if shard != self._open_shard:
+            self._close()
+            self._file = (self.work / self._shard_name(shard)).open("wb", buffering=1 << 18)
+            self._file.write(_header(self.shards[shard]))
+            self._open_shard = shard
+        return self._file
+
+    def _close(self):
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _shard_name(self, shard):
+        n = len(self.shards)
+        return "model.safetensors" if n == 1 else f"model-{shard + 1:05d}-of-{n:05d}.safetensors"
+
+    def _index(self):
+        specs = [spec for part in self.shards for spec in part]
+        return {"metadata": {"total_parameters": sum(math.prod(s.shape) for s in specs), "total_size": sum(s.nbytes for s in specs)},
+                "weight_map": {s.name: self._shard_name(i) for i, part in enumerate(self.shards) for s in part}}
+
+    def _write_json(self, name, value):
+        output.write_file(self.work / name, (json.dumps(value, indent=2, sort_keys=name == "config.json") + "\n").encode())
+
+
+def size_in_bytes(size) -> int:
+    """5368709120, '5GB', '200KB' -> bytes. Raises ValueError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+)\s*([KMG]I?B)\s*", str(size).upper())
+    if not match or not int(match.group(1)):
+        raise ValueError(f"shard size '{size}' is not understood; expected a number of bytes or a form like 5GB or 200MB.")
+    return int(match.group(1)) * UNITS[match.group(2)]
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy tokenizer, generation config, chat template and remote code files; links are followed."""
+    copied = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and is_companion(path.name):
+            output.write_file(target / path.name, path.read_bytes())
+            copied.append(path.name)
+        elif path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, target / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def is_companion(name: str) -> bool:
+    """True for a file of a checkpoint folder that belongs to the model but holds no weights and no sizes."""
+    return name.endswith(COMPANIONS) and name not in NOT_COMPANIONS and not name.endswith(".index.json") and not name.startswith(".")
+
+
+def _shards(specs: list[Spec], limit: int) -> list[list[Spec]]:
+    out, size = [[]], 0
+    for spec in specs:
+        if out[-1] and size + spec.nbytes > limit:
+            out.append([])
+            size = 0
+        out[-1].append(spec)
+        size += spec.nbytes
+    return out
+
+
+def _header(specs) -> bytes:
+    entries, at = {"__metadata__": {"format": "pt"}}, 0
+    for spec in specs:
+        entries[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+        at += spec.nbytes
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _check_target(out: Path, hf_ref, force: bool) -> bool:
+    """True when ``out`` is to be replaced."""
+    if hf_ref is not None and not Path(hf_ref).is_dir():
+        raise ValueError(f"{hf_ref} is not a folder; --hf-ref is the HF folder that the tokenizer and config.json are taken from.")
+    if hf_ref is not None and out.exists() and out.samefile(hf_ref):
+        raise ValueError(f"{out} is the reference folder itself; choose another output folder.")
+    if not out.exists():
+        return False
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file; choose another output folder.")
+    found = sorted(p.name for p in out.iterdir())
+    if not found:
+        return False
+    foreign = [n for n in found if not (is_companion(n) or n == "config.json" or n.endswith((*WEIGHTS, ".index.json")))]
+    if not force or foreign:
+        raise ValueError(f"{out} is not empty (it holds {', '.join((foreign or found)[:4])}...); choose another output folder"
+                         + (": --force replaces only a Hugging Face checkpoint." if force else ", or --force to replace a checkpoint."))
+    return True
