@@ -1,5 +1,7 @@
 """Rank functions of the platform's tests: upstream's own modules and local specs only, trained for a few steps."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 
@@ -21,12 +23,31 @@ def config_of(tp=1, pp=1, ep=1, etp=None, sp=False, dtype="fp32", **fields):
     return TransformerConfig(**{**base, **fields})
 
 
+class Norm(torch.nn.LayerNorm):
+    """LayerNorm that takes part in sequence parallelism, which upstream's torch norm refuses."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def block_spec(config):
+    """Upstream's local block spec with our norm."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
+    spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    return spec
+
+
 def build(config):
     """One GPT chunk on upstream's local spec, wrapped in Float16Module and DDP, and its optimizer."""
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
@@ -34,7 +55,7 @@ def build(config):
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     model = GPTModel(
-        config, get_gpt_decoder_block_spec(config, use_transformer_engine=False), vocab_size=VOCAB, max_sequence_length=SEQ,
+        config, block_spec(config), vocab_size=VOCAB, max_sequence_length=SEQ,
         pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(), position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
@@ -100,8 +121,8 @@ def train(steps=3, tp=1, pp=1, ep=1, etp=None, **fields):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         done = get_forward_backward_func()(
-            forward_step_func=_forward, data_iterator=iterator, model=[model], num_microbatches=BATCHES // ps.get_data_parallel_world_size(),
-            seq_length=SEQ, micro_batch_size=MICRO, forward_only=False,
+            forward_step_func=_forward, data_iterator=iterator, model=[model], seq_length=SEQ, micro_batch_size=MICRO,
+            num_microbatches=BATCHES // ps.get_data_parallel_world_size(), forward_only=False,
         )  # fmt: skip
         taken, norm, _ = optimizer.step()
         loss = sum((step["loss"] for step in done), torch.zeros(1)) / max(len(done), 1)

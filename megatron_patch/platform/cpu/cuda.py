@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import sys
 import time
 import types
 from collections import defaultdict
@@ -170,6 +171,16 @@ def _scope(*args, **kwargs):
     yield
 
 
+def _properties(original):
+    """torch itself gets torch's answer: inductor looks for the name of a real GPU."""
+
+    def answer(device=None):
+        asked_by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        return original(device) if asked_by_torch else get_device_properties(device)
+
+    return answer
+
+
 def _constant(value):
     return lambda original: value
 
@@ -191,7 +202,6 @@ _NAMES = {
     "is_current_stream_capturing": (lambda: False, "megatron/core/transformer/cuda_graphs.py", "no CUDA graphs"),
     "_lazy_call": (_lazy_call, "megatron/core/tensor_parallel/random.py", "run at once, not when CUDA is initialised"),
     "_lazy_init": (_nothing, "megatron/core/tensor_parallel/random.py", "nothing to initialise"),
-    "get_device_properties": (get_device_properties, "megatron/core/utils.py", "capability 0.0"),
     "get_device_capability": (lambda device=None: (0, 0), "megatron/core/**", "capability 0.0"),
     "get_device_name": (lambda device=None: "cpu", "megatron/core/inference", "names the device"),
     "memory_allocated": (_resident, "megatron/training/utils.py", "resident bytes"),
@@ -227,6 +237,7 @@ _TENSORS = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Byte
 def rows():
     """The torch.cuda table."""
     table = [StandIn(f"torch.cuda:{name}", _constant(value), file, why) for name, (value, file, why) in _NAMES.items()]
+    table.append(StandIn("torch.cuda:get_device_properties", _properties, "megatron/core/utils.py", "capability 0.0"))
     table.append(StandIn("torch.accelerator:is_available", _constant(lambda: False), "torch DataLoader", "no pinned memory"))
     random = "megatron/core/tensor_parallel/random.py"
     for module in ("torch.cuda", "torch.cuda.random"):

@@ -34,7 +34,14 @@ def _keyword(original):
             kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
+    # picklable as what it replaces, in a process without the stand-ins too
+    factory.__module__, factory.__qualname__ = getattr(original, "__module__", None) or "torch", original.__name__
     return factory
+
+
+def _builtin(original):
+    """torch.jit's look-up of an operator by function: it knows the originals."""
+    return lambda function: original(getattr(function, "__wrapped__", function))
 
 
 def _move(original):
@@ -120,6 +127,8 @@ def rows():
     table = [StandIn(f"torch:{name}", _keyword, anywhere, "device 'cuda' is cpu") for name in _factory_names()]
     table += [StandIn(f"torch:Tensor.{name}", _keyword, anywhere, "device 'cuda' is cpu") for name in NEW]
     table += [
+        StandIn("torch.jit._builtins:_find_builtin", _builtin, "torch.jit.script", "a wrapped factory is the same operator"),
+        StandIn("torch.jit._recursive:_find_builtin", _builtin, "torch.jit.script", "a wrapped factory is the same operator"),
         StandIn("torch:Tensor.to", _move, anywhere, "device 'cuda' is cpu"),
         StandIn("torch.nn:Module.to", _move, anywhere, "device 'cuda' is cpu"),
         StandIn("torch:Tensor.cuda", _same, "megatron/core/tensor_parallel/data.py", "the tensor is on the device already"),
