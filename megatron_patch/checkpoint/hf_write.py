@@ -61,8 +61,13 @@ class HfWriter:
         self._next, self._file, self._open_shard = 0, None, None
         self.work = output.start(self.out)
 
-    def add(self, name: str, tensor: Tensor | Iterable[Tensor]) -> None:
-        """The next tensor, or its row blocks in order. Raises ValueError for a wrong order, shape or number of rows."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for part in self.shards for spec in part)
+
+    def add(self, name: str, tensor: Tensor | Iterable[Tensor]) -> int:
+        """The next tensor, or its row blocks in order; returns its bytes. Raises ValueError for a wrong order, shape or size."""
         if self._next >= len(self._queue):
             raise ValueError(f"'{name}' is one tensor too many: the plan has {len(self._queue)}.")
         shard, spec = self._queue[self._next]
@@ -80,6 +85,7 @@ class HfWriter:
         if written != spec.nbytes:
             raise ValueError(f"'{name}' has {written} bytes, expected {spec.nbytes} for {list(spec.shape)} of {spec.dtype}.")
         self._next += 1
+        return written
 
     def finish(self) -> Path:
         """Complete the folder and make it visible. Raises ValueError when tensors are missing."""

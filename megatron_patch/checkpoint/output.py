@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FSYNC_FLAGS = os.O_RDONLY | os.O_DIRECTORY
@@ -19,6 +21,21 @@ def start(target: Path) -> Path:
         shutil.rmtree(work)
     work.mkdir(parents=True)
     return work
+
+
+@contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """A work folder that becomes ``target`` when the block ends, and is removed when it raises."""
+    created = not target.parent.exists()
+    work = start(target)
+    try:
+        yield work
+        publish(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        if created and target.parent.is_dir() and not any(target.parent.iterdir()):
+            target.parent.rmdir()
+        raise
 
 
 def publish(target: Path, replace: bool = False) -> None:

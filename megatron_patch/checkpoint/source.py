@@ -114,7 +114,7 @@ class Source:
 
     def _lacking(self):
         lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]
-        return _shorten(lines, "missing")
+        return shorten(lines, "missing")
 
     def _why(self, place) -> str:
         if place.key == "head":
@@ -126,14 +126,14 @@ class Source:
 
     def _misshapen(self):
         pairs = {at.name: at.stored for at in self._at.values()}
-        return _shorten([f"'{name}' has shape {list(self.reader.shape(name))}, config.json needs {list(stored)}"
+        return shorten([f"'{name}' has shape {list(self.reader.shape(name))}, config.json needs {list(stored)}"
                          for name, stored in pairs.items() if self.reader.shape(name) != stored], "mis-shaped")
 
     def _unused(self):
         used = {at.name for at in self._at.values()} | set(self._spare_head())
         lines = [f"holds '{name}' {list(self.reader.shape(name))}, which no parameter of this model takes" for name in self.reader.names()
                  if name not in used and not name.endswith(tuple(self.family.ignored))]
-        return _shorten(lines, "unused")
+        return shorten(lines, "unused")
 
     def _spare_head(self) -> list[str]:
         """The output layer that a tied checkpoint may repeat."""
@@ -161,5 +161,5 @@ def _base(family) -> str:
     return family.weights["embed"][0].split(".")[0] + "."
 
 
-def _shorten(lines: list[str], what: str) -> list[str]:
+def shorten(lines: list[str], what: str) -> list[str]:
     return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"... {len(lines) - SHOWN} more {what}"]

@@ -1,0 +1,62 @@
+"""Read pickles without running them: every class or function they name becomes an inert object that only keeps its state.
+
+Used for `.metadata` and for the arguments that training programs leave in checkpoints, whose classes may not be installed here.
+"""
+
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+
+import torch
+
+PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict, ("argparse", "Namespace"): Namespace}
+
+
+class Inert:
+    """Stands for an object of any class: constructor arguments in ``args``, attributes as pickled, other state in ``state``."""
+
+    def __init__(self, *args, **kwargs):
+        self.args = args
+        self.__dict__.update(kwargs)
+
+    def __setstate__(self, state):
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __call__(self, *args, **kwargs):
+        return Inert(*args, **kwargs)
+
+    def __repr__(self):
+        return f"{type(self).__name__}{getattr(self, 'args', ())}"
+
+
+def _stand_in(name: str) -> type:
+    return type(name.rsplit(".", 1)[-1], (Inert,), {})
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Builds tuples, dicts, torch dtypes and :class:`Inert` objects; nothing else can be constructed or called."""
+
+    def find_class(self, module, name):
+        if (module, name) in PLAIN:
+            return PLAIN[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _stand_in(name)
+
+
+def load_weights_only(file, what: str):
+    """torch.load(weights_only) of ``file`` with unknown classes as :class:`Inert`. Raises ValueError naming ``what``."""
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+    try:
+        unknown = [name for name in get_unsafe_globals_in_checkpoint(file) if name != "argparse.Namespace"]
+        if hasattr(file, "seek"):
+            file.seek(0)
+        with safe_globals([Namespace, *[(_stand_in(name), name) for name in unknown]]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); copy it again, or load "
+                         f"and save the checkpoint once with the program that wrote it.") from None

@@ -1,0 +1,87 @@
+"""The argparse.Namespace inside a Megatron checkpoint: written as stock Megatron-LM reads it (--use-checkpoint-args), and checked.
+
+Source: megatron/training/checkpointing.py (0.19.2), load_args_from_checkpoint and check_checkpoint_args.
+"""
+
+from argparse import Namespace
+
+SAME_NAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "normalization", "attention_dropout", "hidden_dropout", "init_method_std", "moe_layer_freq",
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale")
+CHECKED = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
+    "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
+    "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
+    "norm_epsilon")
+UNSET = object()
+
+
+def saved_args(config, dtype=None) -> Namespace:
+    """The arguments of ``config`` at one rank. Plain values only, so that a weights-only reader takes them."""
+    args = Namespace(**{name: _plain(config.get(name)) for name in SAME_NAME if config.get(name) is not None})
+    args.__dict__.update(
+        norm_epsilon=config.layernorm_epsilon, swiglu=bool(config.get("gated_linear_unit")), num_experts=config.get("num_moe_experts"),
+        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False, apply_layernorm_1p=False,
+        apply_query_key_layer_scaling=False, untie_embeddings_and_output_weights=not config.tied,
+        mtp_num_layers=config.get("mtp_num_layers"),
+        seq_length=config.max_position_embeddings, max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size, padded_vocab_size=disk_vocab_rows(config),
+        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+        tokenizer_type="HuggingFaceTokenizer", ckpt_format="torch_dist", iteration=0, consumed_train_samples=0, consumed_valid_samples=0,
+        skipped_train_samples=0, no_save_rng=True, no_save_optim=True, world_size=1, data_parallel_size=1,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1, expert_model_parallel_size=1, params_dtype=dtype or config.dtype,
+        bf16=str(dtype or config.dtype) == "torch.bfloat16", fp16=str(dtype or config.dtype) == "torch.float16", **_positions(config))
+    return args
+
+
+def disk_vocab_rows(config) -> int:
+    """Rows of embedding and output layer on disk: padded as for one rank; core cuts or pads them for any other TP."""
+    return config.replace(tensor_model_parallel_size=1).padded_vocab_size()
+
+
+def _positions(config) -> dict:
+    rope = config.position_embedding_type == "rope"
+    out = dict(position_embedding_type=config.position_embedding_type, add_position_embedding=True, use_rotary_position_embeddings=rope,
+               rotary_base=int(config.rope.theta), rotary_percent=config.rope.percent,
+               rotary_interleaved=bool(config.get("rotary_interleaved")))
+    if config.rope.type == "llama3":
+        out.update(use_rope_scaling=True, rope_scaling_factor=config.rope.scaling.get("factor", 8.0))
+    return out
+
+
+def _plain(value):
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def differences(found, config) -> list[str]:
+    """What the checkpoint's own arguments say differently from ``config``; arguments that it lacks are not compared."""
+    expected, lines = saved_args(config), []
+    for name in CHECKED:
+        have, want = getattr(found, name, UNSET), getattr(expected, name, UNSET)
+        if have is UNSET or have is None or want is UNSET or want is None:
+            if name == "num_experts" and have is not UNSET and bool(have) != bool(want):
+                lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
+            continue
+        if name == "num_query_groups" and not getattr(found, "group_query_attention", True):
+            have = getattr(found, "num_attention_heads", have)
+        if not _same(name, have, want):
+            lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
+    return lines
+
+
+def _same(name, have, want) -> bool:
+    if name == "moe_layer_freq":
+        return _pattern(have) == _pattern(want)
+    if name.startswith("moe_") and want in (0, False) and not have:
+        return True
+    return have == want or (isinstance(want, float) and isinstance(have, (int, float)) and abs(have - want) <= 1e-9 * abs(want))
+
+
+def _pattern(freq):
+    """[1, 1, 1] and 1 name the same layers."""
+    freq = _plain(freq)
+    return 1 if isinstance(freq, list) and all(freq) else freq

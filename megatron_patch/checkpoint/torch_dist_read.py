@@ -1,0 +1,206 @@
+"""Read a torch_dist checkpoint tensor by tensor, saved at any layout by any core: no process group, no megatron, nothing executed."""
+
+import io
+import json
+import math
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_patch.checkpoint.frame import data_span
+from megatron_patch.checkpoint.inert import InertUnpickler, load_weights_only
+from megatron_patch.checkpoint.safetensors_file import read_exactly
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common_state/shard_0_1"
+
+
+class Piece(NamedTuple):
+    """Part [offset, offset + size) of a tensor: the torch archive at [start, start + length) of ``file``."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+def find(ckpt) -> Path:
+    """The folder that holds the data: ``ckpt`` itself, or what its tracker file points to. Raises ValueError."""
+    ckpt = Path(ckpt)
+    if (ckpt / "metadata.json").is_file():
+        return ckpt
+    if not (ckpt / TRACKER).is_file():
+        raise ValueError(f"{ckpt} is no Megatron checkpoint: neither metadata.json (one iteration) nor {TRACKER} (the root) is there. "
+                         f"A save or conversion that was cut off leaves neither.")
+    text = (ckpt / TRACKER).read_text().strip()
+    if text != "release" and not text.isdigit():
+        raise ValueError(f"{ckpt / TRACKER} says '{text[:40]}'; expected an iteration number or 'release'.")
+    folder = ckpt / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not (folder / "metadata.json").is_file():
+        raise ValueError(f"{ckpt / TRACKER} points to {folder}, which holds no metadata.json; the save was cut off or is not torch_dist.")
+    return folder
+
+
+class TorchDist:
+    """One checkpoint folder. ``tensors`` maps keys to (dtype, global shape); ``objects`` are the keys of everything else.
+
+    Raises ValueError for a folder that is incomplete or in another format.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        _check_format(self.folder)
+        meta = _load_metadata(self.folder / ".metadata")
+        self._pieces = _pieces(meta)
+        self.tensors, self.objects, self._sizes = {}, set(), {}
+        for key, entry in meta.state_dict_metadata.items():
+            if not hasattr(entry, "chunks"):
+                self.objects.add(key)
+                continue
+            self.tensors[key] = (_dtype(entry.properties), tuple(entry.size))
+            self._sizes[key] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
+        self._files, self._where, self._slabs = {}, {}, {}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.tensors[key][1]
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.tensors[key][0]
+
+    def common(self) -> dict:
+        """The state that is no tensor (args, iteration, ...); unknown classes become inert. Empty when there is none."""
+        path = self.folder / "common.pt"
+        if path.is_file():
+            found = load_weights_only(path, str(path))
+        elif COMMON in self._pieces:
+            found = load_weights_only(io.BytesIO(self._blob(self._pieces[COMMON][0])), f"{self.folder}: common_state")
+            found = found[0] if isinstance(found, list) and found else found
+        else:
+            return {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.folder}: the common state is a {type(found).__name__}, expected a dict.")
+        return found
+
+    def rows(self, key: str, lead: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of ``key`` at index ``lead`` of its leading axes. Raises ValueError when a part is not stored."""
+        dtype, shape = self.tensors[key]
+        out = torch.empty((stop - start, *shape[len(lead) + 1 :]), dtype=dtype)
+        filled = 0
+        for piece in self._slab(key, lead):
+            filled += self._fill(out, piece, lead, start, stop, dtype)
+        if filled != out.numel():
+            raise ValueError(f"{self.folder}: '{key}' {list(lead)} has {filled} of {out.numel()} values of rows {start} to {stop}; "
+                             f"the checkpoint is incomplete.")
+        return out
+
+    def _slab(self, key, lead):
+        """The pieces of ``key`` that touch index ``lead``."""
+        if (key, len(lead)) not in self._slabs:
+            index = self._slabs[key, len(lead)] = defaultdict(list)
+            for piece in self._pieces[key]:
+                piece = piece._replace(size=self._sizes[key][piece.offset])
+                for at in _indices(piece.offset[: len(lead)], piece.size[: len(lead)]):
+                    index[at].append(piece)
+        return self._slabs[key, len(lead)].get(tuple(lead), ())
+
+    def _fill(self, out, piece, lead, start, stop, dtype) -> int:
+        n = len(lead)
+        offset, size = (piece.offset, piece.size) if len(piece.size) > n else ((*piece.offset, 0), (*piece.size, 1))
+        low, high = max(start, offset[n]), min(stop, offset[n] + size[n])
+        if low >= high:
+            return 0
+        slab = 0
+        for at, first, count in zip(lead, offset, size):
+            slab = slab * count + at - first
+        row = math.prod(size[n + 1 :])
+        block = self._read(piece, (slab * size[n] + low - offset[n]) * row, (high - low) * row, dtype).view(high - low, *size[n + 1 :])
+        target = out[low - start : high - start]
+        for axis, (first, count) in enumerate(zip(offset[n + 1 :], size[n + 1 :]), start=1):
+            target = target.narrow(axis, first, count)
+        target.copy_(block)
+        return block.numel()
+
+    def _read(self, piece, first, count, dtype) -> Tensor:
+        """``count`` values from value ``first`` of a piece."""
+        total = math.prod(piece.size) * dtype.itemsize
+        base, nbytes = self._locate(piece)
+        if nbytes != total:  # a view of a larger storage: let torch work it out
+            return torch.load(io.BytesIO(self._blob(piece)), map_location="cpu", weights_only=True).reshape(-1)[first : first + count]
+        out = torch.empty(count, dtype=dtype)
+        view = memoryview(out.view(torch.uint8).numpy()).cast("B") if count else memoryview(b"")
+        read_exactly(self._open(piece.file), view, base + first * dtype.itemsize, self.folder / piece.file)
+        return out
+
+    def _locate(self, piece):
+        where = (piece.file, piece.start)
+        if where not in self._where:
+            try:
+                self._where[where] = data_span(self._open(piece.file), piece.start, piece.length)
+            except (ValueError, IndexError) as error:
+                raise ValueError(f"{self.folder / piece.file}: no tensor at byte {piece.start} ({error}); the file is cut off.") from None
+        return self._where[where]
+
+    def _blob(self, piece) -> bytes:
+        return os.pread(self._open(piece.file), piece.length, piece.start)
+
+    def _open(self, name) -> int:
+        if name not in self._files:
+            path = self.folder / name
+            if Path(name).name != name or not path.is_file():
+                raise ValueError(f"{self.folder}: .metadata points to '{name}', which is not a file beside it; copy the whole folder.")
+            self._files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[name]
+
+    def close(self):
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def __del__(self):
+        if hasattr(self, "_files"):
+            self.close()
+
+
+def _check_format(folder):
+    try:
+        found = json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / 'metadata.json'} cannot be read ({error}); the checkpoint is incomplete.") from None
+    if found.get("sharded_backend") != "torch_dist":
+        raise ValueError(f"{folder} has format '{found.get('sharded_backend')}'; only torch_dist is read. "
+                         f"Save it with --ckpt-format torch_dist.")
+
+
+def _load_metadata(path):
+    try:
+        with path.open("rb") as file:
+            return InertUnpickler(file).load()
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); the checkpoint is incomplete.") from None
+
+
+def _pieces(meta):
+    """key -> [Piece]; sizes are filled in from the tensor's own entry later."""
+    out = defaultdict(list)
+    for index, info in meta.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"'{index.fqn}' is stored compressed ({info.transform_descriptors}); save without stream transforms.")
+        out[index.fqn].append(Piece(tuple(getattr(index, "offset", None) or ()), (), info.relative_path, info.offset, info.length))
+    return out
+
+
+def _dtype(properties) -> torch.dtype:
+    state = getattr(properties, "state", None)
+    return state[0] if state is not None else properties.dtype
+
+
+def _indices(offset, size):
+    out = [()]
+    for first, count in zip(offset, size):
+        out = [(*at, i) for at in out for i in range(first, first + count)]
+    return out
