@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import dataclass
 from importlib import metadata
 
 LOWEST, BELOW = (0, 16, 1), (0, 20)
@@ -43,11 +44,80 @@ def submodules(child):
     return getattr(child, "submodules", None)
 
 
-def reset_reduce_scatter():
-    """Undo the process-wide switch that a DDP build with reduce_scatter_with_fp32_accumulation leaves behind. Call it before
-    each DDP build: the constructor sets the function again when the config asks for it, and never sets it back.
-    Source: megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBucketGroup.__init__."""
+def reset_reduce_scatter(ddp_chunks=()):
+    """Set the process-wide reduce-scatter function to what `ddp_chunks` (DistributedDataParallel modules) ask for, and to torch's
+    when none asks. A DDP build with reduce_scatter_with_fp32_accumulation sets it and nothing ever sets it back, so every model
+    built later in the process would use it too. Call it after each DDP build. Raises ValueError when the chunks disagree.
+    Source: megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBucketGroup.__init__, dist_reduce_scatter_func."""
     import torch
-    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+    asked = {chunk.ddp_config.reduce_scatter_with_fp32_accumulation for chunk in ddp_chunks}
+    if len(asked) > 1:
+        raise ValueError("reduce_scatter_with_fp32_accumulation is on for some model chunks only: it must be the same for all")
+    plain = torch.distributed.reduce_scatter_tensor
+    buffers.dist_reduce_scatter_func = buffers.reduce_scatter_with_fp32_accumulation if asked == {True} else plain
+
+
+@dataclass(frozen=True)
+class Trap:
+    """Something megatron-core gets silently wrong or slow when run as we run it."""
+
+    name: str
+    where: str  # in megatron/core, or the caller
+    effect: str
+    remedy: str  # what we do about it
+    test: str
+
+
+TRAPS = (
+    Trap(
+        "VPP with the default p2p settings",
+        "pipeline_parallel/p2p_communication.py",
+        "with two pipeline stages, sends between the same pair of ranks are matched wrongly: the loss is wrong, with no error",
+        "overlap_p2p_comm=True and batch_p2p_comm=False are the defaults with virtual stages; the other choice is refused at PP=2",
+        "tests/platform/test_ranks.py",
+    ),
+    Trap(
+        "MLA gradients under tensor parallelism",
+        "transformer/multi_latent_attention.py",
+        "the gradient of the shared rotary key is not summed over the TP ranks",
+        "replicated down projections; MLA with TP > 1 needs sequence parallelism",
+        "tests/parallel",
+    ),
+    Trap(
+        "reshardable optimizer state with padded buckets",
+        "optimizer/distrib_optimizer.py, get_parameter_state_dp_zero",
+        "with several buckets and padding, main parameters and moments are saved shifted: a resumed run starts from garbage",
+        "our DistributedOptimizer keeps the padding out of the offsets",
+        "tests/upstream",
+    ),
+    Trap(
+        "2-tuple loss under context parallelism",
+        "pipeline_parallel/schedules.py, forward_step_calc_loss",
+        "gradients are multiplied by the context-parallel size",
+        "the loss function returns (sum, tokens, report), with calculate_per_token_loss=True",
+        "tests/parallel",
+    ),
+    Trap(
+        "reduce_scatter_with_fp32_accumulation is process-wide",
+        "distributed/param_and_grad_buffer.py, dist_reduce_scatter_func",
+        "a model built with it switches every later model of the process to it",
+        "upstream.reset_reduce_scatter() after each DDP build",
+        "tests/platform/test_ranks.py",
+    ),
+    Trap(
+        "resume with torch AdamW",
+        "optimizer/distrib_optimizer.py, state_dict",
+        "AdamW keeps `step` per parameter: loading a distributed optimizer fails, or drops it",
+        "an Adam with FusedAdam's interface over torch's fused kernels",
+        "tests/unit/test_optim_adam.py, tests/upstream",
+    ),
+    Trap(
+        "torch.compile at import",
+        "jit.py, transformer/moe/router.py",
+        "the first fused function costs 34 s on CPU",
+        "on platform cpu, torch.compile called by megatron.core returns the function; everyone else's calls compile",
+        "tests/platform/test_cpu.py",
+    ),
+)

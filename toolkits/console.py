@@ -1,0 +1,51 @@
+"""What every command shares: --json FILE, --platform NAME, and errors as one line instead of a traceback."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def parser(module, description):
+    """An ArgumentParser for `python -m MODULE` with --json and --platform."""
+    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    made.add_argument("--json", metavar="FILE", type=Path, help="also write the result to FILE as JSON")
+    made.add_argument("--platform", metavar="NAME", help="cuda, cpu or a registered platform; default: cuda if a device is there")
+    return made
+
+
+def start(platform_name=None):
+    """Check megatron-core's version and activate the platform: the first thing a command does. Returns the Platform.
+    Raises ValueError for an unsupported core and for a platform that cannot be had."""
+    from megatron_patch import platform, upstream
+
+    try:
+        upstream.require_supported()
+        return platform.activate(platform_name)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def write_json(path, result):
+    """Write `result` to `path` (a Path, or None to do nothing), whole or not at all."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(result, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def run(command, *arguments):
+    """Call `command` and exit with what it returns (None: 0). What the user can mend (ValueError, a file missing or unreadable) is
+    one line on stderr and exit 1; anything else is a fault of ours and keeps its traceback."""
+    try:
+        code = command(*arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 1
+    sys.exit(code or 0)
