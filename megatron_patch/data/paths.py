@@ -17,17 +17,22 @@ from megatron_patch.data.spec import DataSpec, blends
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # by dtype code: u8 i8 i16 i32 i64 f64 f32 u16
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}  # by code
 
 
 @dataclass(frozen=True)
 class Index:
-    """One index file: its prefix, bytes per token, the token count of every sequence, and a digest of its content."""
+    """One index file: its prefix, token type, number of documents, the tokens of every sequence, a digest of its content."""
 
     prefix: str
-    item_bytes: int
+    dtype: str
+    documents: int
     lengths: numpy.ndarray
     digest: str
+
+    @property
+    def item_bytes(self) -> int:
+        return numpy.dtype(self.dtype).itemsize
 
     @property
     def tokens(self) -> int:
@@ -47,12 +52,12 @@ def read_index(prefix: str) -> Index:
     size = index.stat().st_size
     head = index.open("rb").read(HEADER.size)
     magic, version, code, sequences, ends = HEADER.unpack(head) if len(head) == HEADER.size else (b"", 0, 0, 0, 0)
-    if magic != MAGIC or version != 1 or code not in ITEM_BYTES:
+    if magic != MAGIC or version != 1 or code not in DTYPES:
         raise ValueError(f"{index}: not a Megatron index of version 1; write it with toolkits.preprocess_data")
     if size < HEADER.size + 12 * sequences + 8 * ends:
         raise ValueError(f"{index}: {size} bytes are too few for its {sequences} sequences: an incomplete copy")
     lengths = numpy.memmap(index, numpy.int32, "r", HEADER.size, (sequences,)) if sequences else numpy.zeros(0, "i4")
-    found = Index(str(prefix), ITEM_BYTES[code], lengths, _digest(index, size))
+    found = Index(str(prefix), DTYPES[code], ends - 1, lengths, _digest(index, size))
     if data.stat().st_size != found.tokens * found.item_bytes:
         raise ValueError(f"{data}: {data.stat().st_size} bytes, but its index counts {found.tokens} tokens of "
                          f"{found.item_bytes} bytes: an incomplete copy, or files of two runs")
