@@ -22,6 +22,9 @@ env-next: .venv-next/.ready-$(CORE_NEXT) ## .venv-next: Python 3.12, megatron-co
 env-017: .venv-017/.ready-0.17.1 ## .venv-017: megatron-core 0.17.1 on the packages of .venv-next
 env-018: .venv-018/.ready-0.18.1 ## .venv-018: megatron-core 0.18.1 on the packages of .venv-next
 
+env env-next env-017 env-018:
+	@:
+
 .venv/.ready-$(CORE): setup.py .ci/install
 	@.ci/install .venv $(PYTHON) $(CORE) $(TORCH)
 	@touch $@
