@@ -36,24 +36,48 @@ def start_processes(timeout_minutes: float = 10) -> None:
         dist.init_process_group(here.backend, rank=0, world_size=1, store=dist.HashStore())
 
 
+def _sizes(config) -> dict:
+    return dict(
+        tensor_model_parallel_size=config.tensor_model_parallel_size, pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size, expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.get("expert_tensor_parallel_size"))
+
+
+_current = None  # sizes of the groups that exist now
+
+
 def initialize(config, seed: int = 1234) -> None:
-    """Make core's process groups for the sizes in ``config`` (again, if other sizes were there) and seed the RNG tracker.
+    """Make core's process groups for the sizes in ``config`` and seed the RNG tracker; groups of the same sizes are kept.
 
     Raises ValueError for a layout mistake, before any group is made.
     """
+    global _current
     start_processes()
     layout.check(config, dist.get_world_size())
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size, expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.get("expert_tensor_parallel_size"))
+    sizes = _sizes(config)
+    if not parallel_state.model_parallel_is_initialized() or sizes != _current:
+        destroy()
+        parallel_state.initialize_model_parallel(**sizes)
+        _current = sizes
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """Close core's process groups. Core only forgets them, and every gloo group keeps its threads until it is closed."""
+    global _current
+    from megatron.core import parallel_state
+
+    _current = None
+    groups = [g for g in parallel_state._global_process_group_list or [] if isinstance(g, dist.ProcessGroup)]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:  # core closes some of them itself
+            dist.destroy_process_group(group)
 
 
 def place() -> Place:

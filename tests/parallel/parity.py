@@ -43,9 +43,9 @@ def logits(folders: dict, layouts: list) -> dict:
     from megatron_patch.generation.forward import full_logits
 
     out = {}
-    for case, folder in folders.items():
-        expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
-        for layout in layouts:
+    for layout in layouts:
+        for case, folder in folders.items():
+            expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
             _, chunks = load(folder, layout)
             got = full_logits(chunks, expected["tokens"])
             out[f"{case}/{layout}"] = torch.nan_to_num((got - expected["logits"]).abs(), nan=1e9).max().item()
