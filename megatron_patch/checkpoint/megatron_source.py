@@ -68,8 +68,8 @@ class MegatronSource:
         problems += [f"holds '{key}' {list(self.disk.shape(key))}, which no parameter of this model takes"
                      for key in self.disk.tensors if key.startswith(MODEL) and key not in used]
         if problems:
-            raise ValueError(f"{self.config.family.name}: {self.disk.folder} does not fit the config.json of --hf-ref.\n  "
-                             + "\n  ".join(shorten(problems, "problems")))
+            raise ValueError(f"{self.config.family.name}: {self.disk.folder} does not fit the config.json of --hf-ref: "
+                             + "; ".join(shorten(problems, "problems")))
         return self
 
     def _shape_problem(self, at, place):

@@ -109,7 +109,7 @@ class Source:
         """Raise ValueError unless every parameter is there in its shape and every tensor is used or known to be none."""
         problems = self._lacking() + self._misshapen() + self._unused() + self._tied_head()
         if problems:
-            raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json.\n  " + "\n  ".join(problems))
+            raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json: " + "; ".join(problems))
         return self
 
     def _lacking(self):
