@@ -52,8 +52,6 @@ def attention(v: Values, given: frozenset[str]) -> str | None:
     if 'num_query_groups' in given and not v['group_query_attention'] and not elsewhere:
         return (f'--num-query-groups {v["num_query_groups"]} has no effect without --group-query-attention: '
                 'give both or neither')
-    if v['group_query_attention'] and 'num_query_groups' not in given and not elsewhere:
-        return '--group-query-attention needs --num-query-groups'
     if v['multi_latent_attention'] and v['group_query_attention']:
         return '--group-query-attention and --multi-latent-attention exclude each other: give one'
     if v.get('mla_down_proj_fusion') and not v['multi_latent_attention'] and not elsewhere:
@@ -167,9 +165,6 @@ def _weight_decay(v: Values) -> str | None:
 def optimizer(v: Values, given: frozenset[str]) -> str | None:
     if v['overlap_param_gather'] and not (v['use_distributed_optimizer'] and v['overlap_grad_reduce']):
         return '--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce'
-    if v['overlap_param_gather_with_optimizer_step']:
-        return ('--overlap-param-gather-with-optimizer-step does not go with distributed checkpoints, the only format '
-                'here: leave it out')
     if v['use_precision_aware_optimizer'] and not (v['use_distributed_optimizer'] and v['optimizer'] == 'adam'):
         return '--use-precision-aware-optimizer needs --use-distributed-optimizer and --optimizer adam'
     if v['optimizer_cpu_offload'] and not v['use_precision_aware_optimizer']:

@@ -16,7 +16,6 @@ from megatron_patch.training.flags_core import DDP_NAMES
 # TransformerConfig field -> flags it is read from, where the names differ; the first given one counts.
 FIELD_SOURCES = {
     'num_moe_experts': ('num_experts',),
-    'num_query_groups': ('num_query_groups', 'group_query_attention'),
     'num_layers_in_first_pipeline_stage': ('decoder_first_pipeline_num_layers',),
     'num_layers_in_last_pipeline_stage': ('decoder_last_pipeline_num_layers',),
     'virtual_pipeline_model_parallel_size': ('num_layers_per_virtual_pipeline_stage',
@@ -49,20 +48,22 @@ def transformer_class(values: Mapping[str, Any]) -> type:
     return MLATransformerConfig if values['multi_latent_attention'] else TransformerConfig
 
 
-def transformer_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """TransformerConfig (or MLATransformerConfig) field -> value; a field that stays at None is left to the class."""
+def transformer_fields(values: Mapping[str, Any], given: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """TransformerConfig (or MLATransformerConfig) field -> value; a field that stays at None is left to the class.
+    given: dests the user gave; --num-query-groups counts without --group-query-attention when a checkpoint has it."""
     names = {f.name for f in dataclasses.fields(transformer_class(values)) if f.init}
     fields = {name: values[name] for name in names if name in values}
-    fields.update(_renamed(values), **_activation(values), **_initialisation(values))
+    fields.update(_renamed(values, given), **_activation(values), **_initialisation(values))
     fields.update(overlap_fields(values['overlap_p2p_comm'], virtual_stages(values)))
     return {name: value for name, value in fields.items() if name in names and value is not None}
 
 
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(values: Mapping[str, Any], given: frozenset[str]) -> dict[str, Any]:
     dtype = params_dtype(values)
+    grouped = values['group_query_attention'] or 'num_query_groups' in given
     return {
         'num_moe_experts': values['num_experts'] or None,
-        'num_query_groups': values['num_query_groups'] if values['group_query_attention'] else None,
+        'num_query_groups': values['num_query_groups'] if grouped else None,
         'num_layers_in_first_pipeline_stage': values['decoder_first_pipeline_num_layers'],
         'num_layers_in_last_pipeline_stage': values['decoder_last_pipeline_num_layers'],
         'persist_layer_norm': not values['no_persist_layer_norm'],
@@ -76,18 +77,30 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
         'deallocate_pipeline_outputs': True,
         'cpu_offloading': values['cpu_offloading_num_layers'] > 0,
         'attention_softmax_in_fp32': values['attention_softmax_in_fp32'] or values['apply_query_key_layer_scaling'],
+        'add_qkv_bias': values['add_qkv_bias'] or values['add_bias_linear'],
+        'apply_rope_fusion': values['apply_rope_fusion'] and values['position_embedding_type'] == 'rope',
+        'ffn_hidden_size': _ffn_hidden_size(values),
     }
+
+
+def _ffn_hidden_size(values: Mapping[str, Any]) -> int | None:
+    """4 x hidden, and two thirds of it, down to a multiple of 64, with SwiGLU."""
+    if values['ffn_hidden_size'] is not None or values['hidden_size'] is None:
+        return values['ffn_hidden_size']
+    return int(4 * values['hidden_size'] * 2 / 3 / 64) * 64 if values['swiglu'] else 4 * values['hidden_size']
 
 
 def _activation(values: Mapping[str, Any]) -> dict[str, Any]:
     if values['swiglu']:
         return {'activation_func': F.silu, 'gated_linear_unit': True,
                 'bias_activation_fusion': values['bias_swiglu_fusion']}
-    out: dict[str, Any] = {'bias_activation_fusion': values['bias_gelu_fusion']}
+    out: dict[str, Any] = {'activation_func': F.gelu, 'gated_linear_unit': False,
+                           'bias_activation_fusion': values['bias_gelu_fusion'] and values['add_bias_linear']}
     if values['squared_relu']:
         from megatron.core.activations import squared_relu
 
-        out['activation_func'] = squared_relu
+        # No bias fusion exists for it.
+        out.update(activation_func=squared_relu, bias_activation_fusion=False)
     elif values['quick_geglu']:
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 

@@ -2,6 +2,7 @@
 
 UNSUPPORTED: Megatron's dest -> reason, for every option of the 0.19.2 parser that this package does not take.
 SPELLINGS: dest -> option strings, where they are not the dest with dashes.
+DIFFERENT: dest -> how a supported option differs from Megatron-LM's, and why.
 IGNORED: flag -> why nothing has to be done; it is accepted with a notice.
 FOREIGN: flag of another project or of a launcher -> what to do here.
 """
@@ -77,6 +78,7 @@ UNSUPPORTED = _table({
     'retired by Megatron-LM; use --apply-wd-to-qk-layernorm': 'no_weight_decay_cond_type',
     'retired by Megatron-LM; use --ckpt-format': 'dist_ckpt_format_deprecated dist_ckpt_workers',
     'use --config FILE': 'yaml_cfg',
+    'it does not go with distributed checkpoints, the only format here': 'overlap_param_gather_with_optimizer_step',
     'the batch size is constant here': '''
         rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed phase_transition_iterations''',
     'evaluation uses the batch sizes of training, from the first --eval-interval on, on one validation set': '''
@@ -143,7 +145,7 @@ UNSUPPORTED = _table({
         logits_load_ignore_errors''',
     'needs Transformer Engine or kitchen parts that this package does not set up': '''
         te_rng_tracker inference_rng_tracker te_precision_config_file tp_comm_overlap_cfg use_kitchen_attention
-        kitchen_attention_backend kitchen_config_file kitchen_recipe_number fp4_param_gather''',
+        kitchen_attention_backend fp4_param_gather''',
     'process groups are made in one way here': '''
         lazy_mpu_init nccl_communicator_config_path use_sharp sharp_enabled_group high_priority_stream_groups
         distributed_timeout_seconds_after_init align_grad_reduce disable_jit_fuser enable_experimental''',
@@ -186,6 +188,19 @@ SPELLINGS = {
     'metadata_path': ['--tokenizer-metadata'],
     'special_tokens': ['--tokenizer-special-tokens'],
     'enable_one_logger': ['--no-one-logger'],
+}
+
+DIFFERENT = {
+    'transformer_impl': 'native layers are ours and the default; transformer_engine and local are accepted as spellings',
+    'optimizer': 'adam and sgd only, see UNSUPPORTED',
+    'ckpt_format': 'torch_dist only, see UNSUPPORTED',
+    'tokenizer_type': 'Hugging Face tokenizers and NullTokenizer only',
+    'yarn_correction_range_round_to_int': "True is what Megatron-LM's None comes to",
+    'dataloader_type': 'external data loaders cannot be given by a flag',
+    'moe_deepep_num_sms': "megatron-core 0.16 has 20 for the same None",
+    'moe_hybridep_num_sms': "megatron-core 0.16 has 16 for the same None",
+    'moe_router_score_function': 'choices are those of the installed megatron-core',
+    'moe_flex_dispatcher_backend': 'choices are those of the installed megatron-core',
 }
 
 IGNORED = {

@@ -27,12 +27,11 @@ class ModelSettings(Mapping):
     """TransformerConfig fields (MLATransformerConfig's with --multi-latent-attention), read like a dict.
 
     `fields` field -> value with Megatron-LM's defaults filled in; `given` the field names that a flag or the file
-    decides; `given_fields` those with their values. `layers_per_virtual_stage` is kept for merge_model, which alone
-    knows the number of layers of a Hugging Face model."""
+    decides; `given_fields` those with their values. Fusions are on by default as in Megatron-LM; whoever builds the
+    model turns off those that the platform has not and that are not given."""
 
     fields: Mapping[str, Any]
     given: frozenset[str]
-    layers_per_virtual_stage: int | None = None
 
     @property
     def given_fields(self) -> dict[str, Any]:
@@ -68,12 +67,12 @@ class Settings:
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
 
+    # Every dest as parsed, the source of the groups above.
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
     def namespace(self) -> argparse.Namespace:
         """A copy of all values by Megatron's names, for the `args` of a checkpoint in Megatron-LM's format."""
-        return argparse.Namespace(**copy.deepcopy(dict(self._values)))
-
-    # Every dest, as parsed; the source of the groups above.
-    _values: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+        return argparse.Namespace(**copy.deepcopy(dict(self.values)))
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -94,7 +93,34 @@ def parse(argv: Sequence[str]) -> Settings:
     given = {**from_file, **from_flags}
     values = {**{dest: copy.copy(option.default) for dest, option in options.items()}, **given}
     check(values, frozenset(given))
+    if '--no-position-embedding' in argv and values['position_embedding_type'] == 'learned_absolute' and not values['hf_model']:
+        raise SettingsError('--no-position-embedding is deprecated: use --position-embedding-type rope or none')
     return build_settings(values, frozenset(given), options, notices)
+
+
+def requested_platform(argv: Sequence[str]) -> str | None:
+    """The --platform of a command line or its --config file, read before anything of megatron is imported; parse() then
+    checks it like every other setting. None when it is not there or the file cannot be read."""
+    import yaml
+
+    found = {}
+    for token, following in zip(argv, [*argv[1:], ''], strict=False):
+        name, equals, value = token.partition('=')
+        found[name] = value if equals else following
+    if '--platform' in found or '--config' not in found:
+        return found.get('--platform')
+    try:
+        with open(found['--config'], encoding='utf-8') as file:
+            return _find_key(yaml.load(file, Loader=yaml.BaseLoader), 'platform')
+    except (OSError, yaml.YAMLError):
+        return None
+
+
+def _find_key(tree: Any, key: str) -> str | None:
+    if not isinstance(tree, dict):
+        return None
+    here = tree.get(key)
+    return here if isinstance(here, str) else next(filter(None, (_find_key(branch, key) for branch in tree.values())), None)
 
 
 def build_settings(values: Mapping[str, Any], given: frozenset[str], options: Mapping[str, Option],
@@ -103,13 +129,12 @@ def build_settings(values: Mapping[str, Any], given: frozenset[str], options: Ma
     from megatron_patch.training.flags_config import ddp_fields, given_fields, optimizer_fields, transformer_fields
 
     try:
-        fields = transformer_fields(values)
+        fields = transformer_fields(values, given)
         ddp = ddp_fields(values)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    per_stage = values['num_layers_per_virtual_pipeline_stage']
     return Settings(
-        model=ModelSettings(MappingProxyType(fields), given_fields(given, fields), per_stage),
+        model=ModelSettings(MappingProxyType(fields), given_fields(given, fields)),
         gpt=_group(GptSettings, values),
         optimizer=MappingProxyType(optimizer_fields(values)),
         ddp=MappingProxyType(ddp),
@@ -119,8 +144,22 @@ def build_settings(values: Mapping[str, Any], given: frozenset[str], options: Ma
         run=_group(RunSettings, _with_run(values)),
         given=given,
         notices=tuple(notices),
-        _values=MappingProxyType(dict(values)),
+        values=MappingProxyType(dict(values)),
     )
+
+
+def merge_model(settings: Settings, config_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """flags_merge.merge_model: the user's flags over what a checkpoint says; an error where they contradict."""
+    from megatron_patch.training.flags_merge import merge_model as merge
+
+    return merge(settings, config_fields)
+
+
+def to_flags(fields: Mapping[str, Any]) -> list[str]:
+    """flags_inverse.to_flags: the command line that gives TransformerConfig fields back."""
+    from megatron_patch.training.flags_inverse import to_flags as inverse
+
+    return inverse(fields)
 
 
 def _group(cls: type, values: Mapping[str, Any]) -> Any:
