@@ -12,6 +12,7 @@ import megatron.core.optimizer as upstream
 import torch
 
 from megatron_patch.optim.adam import FusedAdam
+from megatron_patch.optim.chained import ChainedOptimizer
 from megatron_patch.optim.distributed import DistributedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ def build_optimizer(optimizer_config, ddp_chunks, **kwargs):
 
 def stand_ins():
     """(name, value, reason) of every name of megatron.core.optimizer that is lent during a build."""
-    names = [('DistributedOptimizer', DistributedOptimizer, 'fully_reshardable state with several padded buckets is saved shifted')]
+    names = [('DistributedOptimizer', DistributedOptimizer, 'fully_reshardable state with several padded buckets is saved shifted'),
+             ('ChainedOptimizer', ChainedOptimizer, 'a checkpoint with expert parallelism does not load without it, nor the reverse')]
     if upstream.USING_PYTORCH_OPTIMIZER:
         reason = 'torch.optim.AdamW keeps a step per parameter; the distributed optimizer cannot resume from that'
         names += [('Adam', FusedAdam, reason), ('USING_PYTORCH_OPTIMIZER', False, reason)]

@@ -1,13 +1,14 @@
-"""Upstream's DistributedOptimizer with two checkpoint faults fixed and support for our FusedAdam.
+"""Upstream's DistributedOptimizer with its checkpoint faults fixed and support for our FusedAdam.
 
 1. fully_reshardable with several buckets and padding: `get_parameter_state_dp_zero` drops the padding between buckets,
    `sharded_param_state_fully_reshardable` then cuts parameters out at padded offsets, so main parameters and moments are
    saved shifted, without an error. Here the world tensors handed to that method keep the padding.
 2. dp_reshardable when a rank's shard of a bucket holds no parameter: upstream stops with 'empty bucket encountered'.
    Here such a shard is described as padding.
-3. `state_dict` reads a step per parameter when neither Transformer Engine nor Apex is installed; FusedAdam keeps one per
+3. dp_reshardable with fp32 parameters: the load writes into views of model parameters outside no_grad, a RuntimeError.
+4. `state_dict` reads a step per parameter when neither Transformer Engine nor Apex is installed; FusedAdam keeps one per
    param group.
-Source: megatron/core/optimizer/distrib_optimizer.py of 0.16.1 and 0.19.2. Faults 1 and 2 are on both. File formats and keys
+Source: megatron/core/optimizer/distrib_optimizer.py of 0.16.1 and 0.19.2. Faults 1 to 3 are on both. File formats and keys
 are upstream's: a checkpoint written here is read by unmodified core, and the other way round.
 """
 import contextlib
@@ -74,19 +75,26 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         return state
 
     def sharded_param_state_dp_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
-        """Upstream's format; shards that lie wholly in a bucket's end padding are kept as markers, without tensors."""
+        """Upstream's tensors, {bucket: entries} in place of its list: a bucket of which this rank holds nothing is left out,
+        and dist_checkpointing can only merge lists of equal lengths."""
         state = super().sharded_param_state_dp_reshardable(model_sharded_state_dict, is_loading, metadata)
         for index in range(len(self.buffers)):
-            for buckets in state[index].values():
-                for entries in buckets:
-                    entries[:] = [_without_empty_tensors(entry) for entry in entries]
+            for dtype, buckets in state[index].items():
+                kept = {bucket: [entry for entry in entries if not _is_empty(entry)] for bucket, entries in enumerate(buckets)}
+                state[index][dtype] = {bucket: entries for bucket, entries in kept.items() if entries}
         return state
 
+    @torch.no_grad()
     def load_parameter_state_from_dp_reshardable(self, state_dict):
         """Upstream's, with a ValueError that names the way out where upstream asserts on the bucket layout."""
-        saved = (state_dict or {}).get('per_bucket_numel_unpadded', self.per_bucket_numel_unpadded)
-        if saved != self.per_bucket_numel_unpadded:
-            raise ValueError(layout_bound_message(saved, self.per_bucket_numel_unpadded))
+        state_dict = dict(state_dict or {})
+        saved, here = state_dict.get('per_bucket_numel_unpadded', self.per_bucket_numel_unpadded), self.per_bucket_numel_unpadded
+        if saved != here:
+            raise ValueError(layout_bound_message(_all_sizes(saved), _all_sizes(here)))
+        for index, buffer in enumerate(self.buffers):
+            loaded = state_dict.get(index, {}).get((buffer.param_dtype, buffer.grad_dtype), {})
+            buckets = dict(loaded.items() if isinstance(loaded, dict) else enumerate(loaded))
+            state_dict[index] = {(buffer.param_dtype, buffer.grad_dtype): [buckets.get(bucket, []) for bucket in range(len(buffer.buckets))]}
         return super().load_parameter_state_from_dp_reshardable(state_dict)
 
     @contextlib.contextmanager
@@ -115,9 +123,18 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
 
 def layout_bound_message(saved, current):
     """What to do when a dp_reshardable checkpoint meets another layout; `saved`, `current`: unpadded elements per bucket."""
-    return (f'optimizer state: the checkpoint is dp_reshardable and bound to its bucket layout {saved}; this run has {current}. '
-            'Resume with the layout and bucket size it was saved with and save it as fully_reshardable '
+    return (f'optimizer state: the checkpoint is dp_reshardable and bound to its bucket layout, {_in_short(saved)}; this run has '
+            f'{_in_short(current)}. Resume with the layout and bucket size it was saved with and save it as fully_reshardable '
             '(--dist-ckpt-optim-fully-reshardable), or load the weights alone with --no-load-optim.')
+
+
+def _all_sizes(per_buffer):
+    return [size for buffer in per_buffer for sizes in buffer.values() for size in sizes]
+
+
+def _in_short(sizes):
+    text = ', '.join(str(size) for size in sizes[:4])
+    return f'{len(sizes)} buckets of {text}{" ..." if len(sizes) > 4 else ""} elements'
 
 
 def _restore_padding(tensors, buffer):
@@ -134,9 +151,6 @@ def _restore_padding(tensors, buffer):
             tensors[key] = padded
 
 
-def _without_empty_tensors(entry):
-    """A padding entry of no elements holds nothing to save; the marker stays so that the lists keep their lengths."""
-    sharded = [value for value in entry.values() if not isinstance(value, LocalNonpersistentObject)]
-    if any(0 in value.local_shape for value in sharded):
-        return {'padding': LocalNonpersistentObject(True)}
-    return entry
+def _is_empty(entry):
+    """Whether an entry of dp_reshardable is padding past the end of the unpadded bucket: no elements, nothing to save."""
+    return any(0 in value.local_shape for value in entry.values() if not isinstance(value, LocalNonpersistentObject))
