@@ -20,11 +20,21 @@ def start(platform_name=None):
     Raises ValueError for an unsupported core and for a platform that cannot be had."""
     from megatron_patch import platform, upstream
 
+    quieten()
     try:
         upstream.require_supported()
         return platform.activate(platform_name)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+def quieten():
+    """Leave out what a user can do nothing about: upstream's import-time warnings and Transformers' progress bars."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def write_json(path, result):
@@ -44,8 +54,21 @@ def run(command, *arguments):
     """Call `command` and exit with what it returns (None: 0). What the user can mend (ValueError, a file missing or unreadable) is
     one line on stderr and exit 1; anything else is a fault of ours and keeps its traceback."""
     try:
+        _refuse_other_cores()
         code = command(*arguments)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1
     sys.exit(code or 0)
+
+
+def _refuse_other_cores():
+    """Raises ValueError when the installed megatron-core is outside the supported range. None installed is no error here: a
+    command that needs it calls `start`."""
+    from megatron_patch import upstream
+
+    try:
+        if upstream.CORE:
+            upstream.require_supported()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

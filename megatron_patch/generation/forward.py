@@ -52,7 +52,8 @@ def _run(chunks, config, tokens_BS):
     return store[0] if store else None
 
 
-def _gather(t: Tensor, group) -> list[Tensor]:
+def gather(t: Tensor, group) -> list[Tensor]:
+    """The tensors of all ranks of ``group``, in rank order."""
     parts = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, t.contiguous(), group=group)
     return parts
@@ -62,7 +63,7 @@ def _gather_vocabulary(t):
     from megatron.core import parallel_state as ps
 
     group = ps.get_tensor_model_parallel_group()
-    return torch.cat(_gather(t, group), dim=-1) if dist.get_world_size(group) > 1 else t
+    return torch.cat(gather(t, group), dim=-1) if dist.get_world_size(group) > 1 else t
 
 
 def _gather_context(t):
@@ -73,7 +74,7 @@ def _gather_context(t):
     if size == 1:
         return t
     order = torch.cat([zigzag(r, size, t.shape[1]) for r in range(size)]).argsort().to(t.device)
-    return torch.cat(_gather(t, group), dim=1)[:, order]
+    return torch.cat(gather(t, group), dim=1)[:, order]
 
 
 def _from_last_stage(out, tokens_BS, config, last):

@@ -7,7 +7,7 @@ these weights are larger, and norm weights are not 1.
 import torch
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1003,
-             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+             max_position_embeddings=128, rms_norm_eps=1e-3, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 LENGTH = 96
 
@@ -20,7 +20,8 @@ CASES = {
     "llama": ("LlamaConfig", dict(rope_parameters=dict(ROPE, rope_theta=5000.0))),
     "llama_tied": ("LlamaConfig", dict(tie_word_embeddings=True)),
     "llama_bias": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
-    "llama3": ("LlamaConfig", _scaled("llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=32)),
+    "llama3": ("LlamaConfig", _scaled("llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0,
+                                      original_max_position_embeddings=32)),
     "llama_linear": ("LlamaConfig", _scaled("linear", factor=4.0)),
     "llama_yarn": ("LlamaConfig", _scaled("yarn", factor=4.0, original_max_position_embeddings=32)),
     "llama_dynamic": ("LlamaConfig", _scaled("dynamic", factor=2.0)),
@@ -58,6 +59,21 @@ def save(case: str, folder, seed: int = 0, **overrides):
     model = build(case, seed, **overrides)
     model.save_pretrained(folder)
     return model
+
+
+def save_gradients(model, folder, ids, labels):
+    """Save d(mean cross-entropy)/d(parameter) of ``model`` under the names that its weights have on disk; returns the loss."""
+    model.zero_grad()
+    logits = model(ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    kept = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.grad.clone()
+    model.save_pretrained(folder)
+    for name, p in model.named_parameters():
+        p.data = kept[name]
+    return loss.item()
 
 
 def tokens(batch: int = 2, length: int = LENGTH, vocab: int = 1003, seed: int = 5):

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory):
-    """{case: folder}: safetensors, config.json and expected.pt (tokens [b, s], logits [b, s, v])."""
+    """{case: folder}: safetensors, config.json, expected.pt (tokens, labels [b, s], logits [b, s, v], loss) and gradients/."""
     import torch
 
     from tests.families import tiny
@@ -17,6 +17,8 @@ def zoo(tmp_path_factory):
         ids = tiny.tokens()
         with torch.no_grad():
             logits = model(ids).logits
-        torch.save({"tokens": ids, "logits": logits}, folder / "expected.pt")
+        labels = tiny.tokens(seed=6)
+        loss = tiny.save_gradients(model, folder / "gradients", ids, labels)
+        torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss}, folder / "expected.pt")
         folders[case] = str(folder)
     return folders

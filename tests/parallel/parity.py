@@ -50,3 +50,121 @@ def logits(folders: dict, layouts: list) -> dict:
             got = full_logits(chunks, expected["tokens"])
             out[f"{case}/{layout}"] = torch.nan_to_num((got - expected["logits"]).abs(), nan=1e9).max().item()
     return out
+
+
+def gradients(folders: dict, layouts: list, out: str) -> dict:
+    """{'case/layout': [loss difference, largest relative gradient difference, its tensor]} on rank 0.
+
+    The gradients take the place of the weights and leave through save_hf, so that every name and slice is compared.
+    """
+    import torch.distributed as dist
+
+    from megatron_patch import save_hf
+
+    found = {}
+    for layout in layouts:
+        for case, folder in folders.items():
+            config, chunks = load(folder, layout)
+            expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+            loss = one_step(config, chunks, expected["tokens"], expected["labels"])
+            with torch.no_grad():
+                for chunk in chunks:
+                    for p in chunk.parameters():
+                        p.copy_(p.main_grad)
+            target = f"{out}/{case}-{layout}"
+            save_hf(chunks, target, folder)
+            if dist.get_rank() == 0:
+                found[f"{case}/{layout}"] = [abs(loss - expected["loss"]), *farthest(f"{folder}/gradients", target)]
+    return found
+
+
+def one_step(config, chunks, tokens, labels, **ddp_fields) -> float:
+    """Forward and backward of one batch through DDP and core's schedule; gradients end in main_grad. Returns the token mean loss."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_patch.layers.masks import zigzag
+
+    core = chunks[0].config
+    wrapped = [DistributedDataParallel(core, DistributedDataParallelConfig(**ddp_fields), chunk) for chunk in chunks]
+    core.finalize_model_grads_func = finalize_model_grads
+    for chunk in wrapped:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    length, cp = tokens.shape[1], config.context_parallel_size
+    here = zigzag(ps.get_context_parallel_rank(), cp, length // cp) if cp > 1 else torch.arange(length)
+    ids, targets = tokens[:, here], labels[:, here]
+
+    def step(_, chunk):
+        def loss_func(losses):
+            count = torch.tensor(losses.numel(), dtype=torch.int)
+            return losses.sum(), count, {"lm": torch.stack([losses.sum().detach(), count.float()])}
+        return chunk(ids, here.expand_as(ids), None, labels=targets), loss_func
+
+    virtual = len(chunks) > 1
+    store = get_forward_backward_func()(
+        forward_step_func=step, data_iterator=[None] * len(chunks) if virtual else None, model=wrapped if virtual else wrapped[0],
+        num_microbatches=config.pipeline_model_parallel_size if virtual else 1, seq_length=length, micro_batch_size=tokens.shape[0],
+        forward_only=False)
+    total = sum((s["lm"] for s in store), torch.zeros(2))
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def farthest(expected, got) -> list:
+    """[largest |difference| relative to the largest entry of its tensor, its name]; a missing or extra name is infinitely far."""
+    from safetensors.torch import load_file
+
+    theirs, ours = (load_file(f"{folder}/model.safetensors") for folder in (expected, got))
+    if set(theirs) != set(ours):
+        return [1e9, str(sorted(set(theirs) ^ set(ours)))]
+    gaps = {k: torch.nan_to_num((ours[k] - v).abs(), nan=1e9).max().item() / max(v.abs().max().item(), 1e-12) for k, v in theirs.items()}
+    name = max(gaps, key=gaps.get)
+    return [gaps[name], name]
+
+
+def sensitivity(folders: dict) -> dict:
+    """{'case/changed thing': how far the logits of our model move} for every tensor, rope parameter and eps; 1 rank."""
+    import dataclasses
+
+    from megatron_patch import load_config, parallel
+    from megatron_patch.checkpoint.hf import owned
+    from megatron_patch.generation.forward import full_logits
+    from megatron_patch.model import build_chunks
+
+    moved = {}
+    for case, folder in folders.items():
+        config, (chunk,) = load(folder, "one")
+        expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+        params = dict(chunk.named_parameters())
+        for name, placement in owned(config, chunk, 0, parallel.place()):
+            at = 0
+            for run in placement.slot.packing.runs(config, placement.shape(config)[0]):
+                part = params[name].data[at:at + run.length]
+                at += run.length
+                key = f"{case}/{placement.names[run.part]}"
+                if run.start:
+                    continue  # the first run of each part stands for it
+                kept = part.clone()
+                part.add_(0.3 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
+                moved[key] = _distance(full_logits(chunk, expected["tokens"]), expected["logits"])
+                part.copy_(kept)
+        rope, state = config.rope, chunk.state_dict()
+        changes = {"rope_theta": dataclasses.replace(rope, theta=rope.theta * 1.5)}
+        numbers = [k for k, v in rope.scaling.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        changes |= {k: dataclasses.replace(rope, scaling={**rope.scaling, k: rope.scaling[k] * 2}) for k in numbers}
+        if rope.type == "dynamic":
+            changes.pop("factor")  # without effect up to the original length: that is what dynamic means
+        variants = {k: load_config(folder).replace(rope=v) for k, v in changes.items()}
+        variants["eps"] = load_config(folder).replace(layernorm_epsilon=config.layernorm_epsilon * 3)
+        for what, changed in variants.items():
+            (other,) = build_chunks(changed)
+            other.load_state_dict(state)
+            moved[f"{case}/{what}"] = _distance(full_logits(other, expected["tokens"]), expected["logits"])
+    return moved
+
+
+def _distance(ours, theirs) -> float:
+    return (ours - theirs).abs().max().item()

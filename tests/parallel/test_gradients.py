@@ -1,0 +1,39 @@
+"""The gradient of every parameter at step 0 equals Transformers' within 1e-4 relative, at every layout of 1 and 2 ranks."""
+
+import pytest
+
+from tests.families.tiny import MOE
+from tests.groups import run_ranks
+
+BOUND = 1e-4
+TARGET = "tests.parallel.parity:gradients"
+
+
+def check(found):
+    """Loss and gradients within the bound; the farthest tensor is named."""
+    far = {k: v for k, v in found.items() if not (v[0] <= BOUND and v[1] <= BOUND)}
+    assert found and not far, far
+
+
+def test_one_rank(zoo, tmp_path):
+    """1 rank, every case."""
+    check(run_ranks(1, TARGET, zoo, ["one"], str(tmp_path))[0])
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks(zoo, tmp_path):
+    """TP2 with and without SP, PP2, PP2 with virtual stages, CP2: norm, q/k norm, tied and fused gradients are all summed."""
+    cases = {k: zoo[k] for k in ("llama_tied", "qwen2", "qwen3")}
+    check(run_ranks(2, TARGET, cases, ["tp2", "tp2sp", "pp2", "pp2vpp2", "cp2"], str(tmp_path), timeout=600)[0])
+
+
+@pytest.mark.timeout(600)
+def test_experts_on_two_ranks(zoo, tmp_path):
+    """EP2, expert-TP 2 and TP2+EP2: router, shared expert gate and every expert."""
+    check(run_ranks(2, TARGET, {k: zoo[k] for k in MOE}, ["ep2", "etp2", "tp2ep2"], str(tmp_path), timeout=600)[0])
+
+
+@pytest.mark.timeout(600)
+def test_fewer_groups_than_ranks(zoo, tmp_path):
+    """TP4 with 2 key/value heads: each head is shared by two ranks and its gradient is the sum of both."""
+    check(run_ranks(4, TARGET, {k: zoo[k] for k in ("llama", "qwen3")}, ["tp4", "tp2pp2"], str(tmp_path), timeout=600)[0])

@@ -1,0 +1,12 @@
+"""Parity at 1e-4 means something: changing any one tensor, rope parameter or eps moves the logits by at least 1e-2."""
+
+from tests.families.tiny import CASES
+from tests.groups import run_ranks
+
+
+def test_every_change_shows(zoo):
+    """Every case, every tensor part, every rope number, eps."""
+    moved = run_ranks(1, "tests.parallel.parity:sensitivity", zoo)[0]
+    still = {k: v for k, v in moved.items() if not v >= 1e-2}
+    assert {k.split("/")[0] for k in moved} == set(CASES)
+    assert not still, still

@@ -1,0 +1,105 @@
+"""Prove that a Megatron model is its Hugging Face original: logits, first layer that departs, loss, greedy text.
+
+    python -m toolkits.verify --hf DIR [--ckpt CKPT] [--tp 2 --sp --pp 2 --vpp 2 --cp 2 --ep 2 --etp 1]
+
+Starts its own ranks. Exit 0: equal within the tolerance; 1: not, or an error.
+"""
+
+import os
+import sys
+
+from toolkits import console
+
+LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
+          "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+
+
+def _parser():
+    made = console.parser("toolkits.verify", __doc__.split("\n")[0])
+    made.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder: the original, and the weights without --ckpt")
+    made.add_argument("--ckpt", metavar="CKPT", help="Megatron torch_dist checkpoint (root or iteration folder) whose weights to check")
+    for flag, field in LAYOUT.items():
+        made.add_argument(f"--{flag}", type=int, metavar="N", help=field.replace("_", " "))
+    made.add_argument("--sp", action="store_true", help="sequence parallel")
+    made.add_argument("--seq-length", type=int, default=64, metavar="N", help="tokens compared (default 64)")
+    made.add_argument("--new-tokens", type=int, default=32, metavar="N", help="greedy continuation (default 32; 0: none)")
+    made.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    made.add_argument("--tolerance", type=float, metavar="X", help="relative to the logits' standard deviation (default 1e-4 in fp32)")
+    made.add_argument("--transformer-impl", choices=("native", "te"), default="native")
+    return made
+
+
+def _fields(args) -> dict:
+    fields = {field: getattr(args, flag) for flag, field in LAYOUT.items() if getattr(args, flag) is not None}
+    if args.sp:
+        fields["sequence_parallel"] = True
+    if args.dtype != "fp32":
+        fields[args.dtype] = True
+    return fields
+
+
+def main(argv=None) -> int:
+    """Parent: check the layout and start the ranks. Rank: compare; rank 0 prints."""
+    args = _parser().parse_args(argv)
+    console.start(args.platform)
+    from megatron_patch import layout, load_config
+
+    config = load_config(args.hf, **_fields(args))
+    multiple = config.expert_model_parallel_size * config.expert_tp if config.get("num_moe_experts") else 1
+    world = config.tensor_model_parallel_size * config.context_parallel_size
+    world = max(world, multiple) * config.pipeline_model_parallel_size
+    layout.check(config, world)
+    if "RANK" not in os.environ:
+        from megatron_patch.launch import run_module
+
+        _check_inputs(args, config)
+        return run_module("toolkits.verify", argv if argv is not None else sys.argv[1:], world)
+    return _rank(args, config)
+
+
+def _check_inputs(args, config) -> None:
+    """What the ranks would trip over one by one."""
+    from megatron_patch import spec
+    from megatron_patch.checkpoint.folder import HfFolder
+    from megatron_patch.checkpoint.megatron import iteration_folder
+    from megatron_patch.checkpoint.source import Source
+
+    spec.require(args.transformer_impl)
+    Source(HfFolder(args.hf), config.family, config).check()
+    if args.ckpt:
+        iteration_folder(args.ckpt)
+
+
+def _rank(args, config) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_patch import verification
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    report = verification.run(config, args.hf, checkpoint=args.ckpt, length=args.seq_length, new_tokens=args.new_tokens, dtype=dtype,
+                              tolerance=args.tolerance, layer_impl=args.transformer_impl)
+    if dist.get_rank() == 0:
+        _print(report, config, args)
+        console.write_json(args.json, report)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if report["passed"] else 1
+
+
+def _print(report, config, args) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{config.family.name}: {args.ckpt or args.hf} against {args.hf} ({args.dtype})")
+    table.add_column("what")
+    table.add_column("found", justify="right")
+    for name, value in report.items():
+        if name != "passed":
+            table.add_row(name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) and "loss" not in name else str(value))
+    Console().print(table)
+    print("PASS" if report["passed"] else "FAIL: the models differ; look at 'first layer that departs'.")
+
+
+if __name__ == "__main__":
+    console.run(main)
