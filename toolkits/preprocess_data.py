@@ -15,7 +15,7 @@ import time
 import warnings
 from contextlib import contextmanager
 
-from megatron_patch import platform
+from toolkits import console
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0, or 1 with a line on stderr when the input or the flags are wrong."""
     flags = parser().parse_args(argv)
-    platform.activate()
     begin = time.monotonic()
     try:
+        console.start()
         report = _merge(flags) if flags.merge else _preprocess(flags)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
