@@ -38,7 +38,12 @@ def _fields(args) -> dict:
     return fields
 
 
-def main(argv=None) -> int:
+def main(argv=None) -> None:
+    """Entry point; exits 0 when the two models agree, else 1."""
+    console.run(_command, argv)
+
+
+def _command(argv=None) -> int:
     """Parent: check the layout and start the ranks. Rank: compare; rank 0 prints."""
     args = _parser().parse_args(argv)
     console.start(args.platform)
@@ -102,4 +107,4 @@ def _print(report, config, args) -> None:
 
 
 if __name__ == "__main__":
-    console.run(main)
+    main()
