@@ -82,7 +82,7 @@ def preprocess(files: list[str], output_prefix: str, encoder: Encoder, *, worker
 def merge(prefixes: list[str], output_prefix: str) -> Report:
     """Write the documents of several datasets, in that order, as one: ``<output_prefix>.bin`` and ``.idx``.
 
-    Raises ValueError when their tokens are not of one type, or when the output is one of them.
+    Raises ValueError when one is missing or damaged, or when their tokens are not of one type.
     """
     indexes = [read_index(prefix) for prefix in prefixes]
     types = {index.dtype for index in indexes}

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from megatron_patch import platform
+from megatron_patch.data.tokenizer import NullTokenizer
 
 WORDS = ["<eos>", "<unk>", "<bos>", "a", "b", "c", "d", "e", "f", "g"]
+TINY = NullTokenizer(1000)  # eod 999
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,13 +7,11 @@ import torch
 from megatron_patch.data.batches import batches, context_slice
 from megatron_patch.data.paths import check_paths
 from megatron_patch.data.spec import DataSpec, parse_blend, split_bounds
-from megatron_patch.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
-from tests.data.conftest import save_tokenizer
-
-TOKENIZER = NullTokenizer(1000)  # eod 999
+from megatron_patch.data.tokenizer import HuggingFaceTokenizer
+from tests.data.conftest import TINY, save_tokenizer
 
 
-def build(spec, train=4, valid=0, test=0, seq=4, tokenizer=TOKENIZER, seed=1234):
+def build(spec, train=4, valid=0, test=0, seq=4, tokenizer=TINY, seed=1234):
     from megatron_patch.data.datasets import build_datasets  # imports megatron: after the platform is active
 
     return build_datasets(spec, tokenizer, train_samples=train, valid_samples=valid, test_samples=test, seed=seed,
@@ -45,7 +43,7 @@ def test_position_ids_and_documents_restart_after_eod(write_dataset, tmp_path):
     spec = DataSpec(data_path=[prefix], split="1", data_cache_path=str(tmp_path), reset_position_ids=True,
                     reset_attention_mask=True, eod_mask_loss=True)
     train, _, _ = build(spec, train=1, seq=5)
-    batch = next(batches(train, consumed_samples=0, micro_batch_size=1, document_end=TOKENIZER.eod))
+    batch = next(batches(train, consumed_samples=0, micro_batch_size=1, document_end=TINY.eod))
     assert batch["tokens"].tolist() == [[3, 4, 999, 5, 6]]
     assert batch["labels"].tolist() == [[4, 999, 5, 6, 7]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
