@@ -53,7 +53,7 @@ def _start(rank, world_size, target, folder, port, env):
     }  # fmt: skip
     with open(folder / f"log{rank}.txt", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.groups", target, str(folder)],
+            [sys.executable, "-W", "ignore", "-m", "tests.groups", target, str(folder)],
             env={key: str(value) for key, value in variables.items()},
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
@@ -67,10 +67,19 @@ def _wait(ranks, folder, target, timeout):
             time.sleep(0.5)  # the rank at fault may be the one that has not exited yet
             raise RankError(_report(ranks, folder, target))
         if time.monotonic() > deadline:
+            _dump_stacks(ranks)
             raise RankError(f"{target}: no answer within {timeout} s\n{_report(ranks, folder, target)}")
         time.sleep(0.05)
     if any(process.returncode for process in ranks):
         raise RankError(_report(ranks, folder, target))
+
+
+def _dump_stacks(ranks):
+    """Have each rank that still runs write where it is to its log (see _rank_main)."""
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
 
 
 def _report(ranks, folder, target):
@@ -98,8 +107,11 @@ def _write(path, text):
 
 
 def _rank_main(target, folder):
+    import faulthandler
     import importlib
     import traceback
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     folder, rank = Path(folder), os.environ["RANK"]
     try:
