@@ -5,7 +5,8 @@ import ast
 # From the bottom up. A module may import what stands on a lower line, and its own unit; never its own line or a higher
 # one. A unit covers its submodules; the longest matching name counts.
 LEVELS = (
-    ("megatron_patch", "megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream"),
+    ("megatron_patch",),
+    ("megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch"),
     ("megatron_patch.slots",),
     ("megatron_patch.family",),
     ("megatron_patch.registry", "model_zoo"),
@@ -18,7 +19,7 @@ LEVELS = (
     ("megatron_patch.model",),
     ("megatron_patch.checkpoint", "megatron_patch.optim", "megatron_patch.fp8", "megatron_patch.data"),
     ("megatron_patch.training", "megatron_patch.generation"),
-    ("megatron_patch.pretrain",),
+    ("megatron_patch.pretrain", "megatron_patch.verification"),
     ("toolkits", "rlhf"),
     ("examples",),
 )
