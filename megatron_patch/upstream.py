@@ -59,6 +59,13 @@ def reset_reduce_scatter(ddp_chunks=()):
     buffers.dist_reduce_scatter_func = buffers.reduce_scatter_with_fp32_accumulation if asked == {True} else plain
 
 
+def async_save_options():
+    """Keywords of dist_checkpointing.save for a background save. From 0.17 on its default strategy is the one of another package,
+    nvidia-resiliency-ext; 0.16 has core's own only. Remove when 0.16 is dropped.
+    Source: megatron/core/dist_checkpointing/serialization.py, save."""
+    return {"async_strategy": "mcore"} if CORE >= (0, 17) else {}
+
+
 @dataclass(frozen=True)
 class Trap:
     """Something megatron-core gets silently wrong or slow when run as we run it."""

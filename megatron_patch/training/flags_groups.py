@@ -207,6 +207,8 @@ class RunSettings:
     """Do not make gloo groups beside the nccl ones."""
     use_tp_pp_dp_mapping: bool = False
     """Order ranks as tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp."""
+    metrics_file: str | None = None
+    """Ours: JSON-lines file of per-iteration metrics; metrics.jsonl in the --save folder when not given."""
     config: str | None = None
     """Ours: YAML file with the same settings; a flag overrides the file."""
     platform: str | None = None

@@ -1,0 +1,63 @@
+"""Train: `torchrun --nproc-per-node N -m megatron_patch.pretrain FLAGS`, or `python -m megatron_patch.pretrain FLAGS` for one process.
+
+Flags are Megatron-LM's (--help lists them), from the command line or from --config FILE. Exit code 0: the run ended, or
+stopped early as --exit-* asked; 1: an error, on one line.
+"""
+
+import logging
+import os
+import sys
+import warnings
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: run, and exit with 0 or 1."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    quiet()
+    try:
+        code = start(argv)
+    except (ValueError, OSError) as error:
+        print(f"{_who()}error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        code = 1
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def start(argv: list[str]) -> int:
+    """Everything between the command line and the exit code."""
+    from megatron_patch import platform, upstream
+    from megatron_patch.training import settings as reading
+
+    try:
+        upstream.require_supported()
+        here = platform.activate(reading.requested_platform(argv))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    settings = reading.parse(argv)
+    if settings.run.dry_run:
+        from megatron_patch.training.dry_run import dry_run
+
+        return dry_run(settings)
+    if here.device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(here.device)
+    from megatron_patch.training.run import run
+
+    return run(settings)
+
+
+def quiet() -> None:
+    """Leave to core's own loggers and torch's notices only what a user can act on."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")
+
+
+def _who() -> str:
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Save a run as a torch_dist checkpoint in Megatron-LM's layout, in the foreground or in the background.
+
+core writes into a hidden sibling, `.iter_0000010.partial`. When every rank's data is complete, rank 0 renames it to
+`iter_0000010` and only then points the tracker at it. A process killed at any moment leaves the previous checkpoint or
+the new one, never half of one.
+"""
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch import upstream
+from megatron_patch.checkpoint import output
+from megatron_patch.training.assemble import gather_parameters
+from megatron_patch.training.checkpoint_folder import iteration_folder, write_tracker
+from megatron_patch.training.checkpoint_state import content_metadata, full_state
+
+LOG = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes checkpoints of one run below ``root``. Every method is collective."""
+
+    def __init__(self, settings):
+        self.settings, self.root = settings, Path(settings.checkpoint.save)
+        self.queue, self.last_saved = None, None
+        if dist.get_rank() == 0:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for leftover in self.root.glob(".iter_*.partial"):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+        dist.barrier()
+
+    def save(self, job, progress) -> None:
+        """Write the checkpoint of ``progress.iteration``; with --async-save it is complete only after a later poll() or close()."""
+        self.close()
+        gather_parameters(job)
+        target = iteration_folder(self.root, progress.iteration)
+        if dist.get_rank() == 0:
+            output.start(target)
+        dist.barrier()
+        metadata = content_metadata(self.settings)
+        request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
+        self.last_saved = progress.iteration
+        if request is None:
+            self._publish(target, progress.iteration)
+        else:
+            request.add_finalize_fn(lambda: self._publish(target, progress.iteration))
+            self._calls().schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Publish a background save that has ended on all ranks. Costs nothing while there is none."""
+        if self.queue is not None and self.queue.get_num_unfinalized_calls():
+            self.queue.maybe_finalize_async_calls(blocking=False)
+
+    def close(self) -> None:
+        """Wait for the background save, on every rank, and publish it."""
+        if self.queue is not None and self.queue.get_num_unfinalized_calls():
+            self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def _calls(self):
+        if self.queue is None:
+            from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+            self.queue = AsyncCallsQueue()
+        return self.queue
+
+    def _publish(self, target: Path, iteration: int) -> None:
+        """The data is complete on all ranks (core's last step is a barrier): make it visible, then point the tracker at it."""
+        if dist.get_rank() == 0:
+            add_common_file(output.partial(target))
+            output.publish(target, replace=True)
+            write_tracker(self.root, iteration)
+            self._prune(iteration)
+        dist.barrier()
+
+    def _prune(self, newest: int) -> None:
+        """--save-retain-interval: drop the checkpoint before this one unless its iteration is a multiple."""
+        keep = self.settings.checkpoint.save_retain_interval
+        if not keep:
+            return
+        for folder in self.root.glob("iter_*"):
+            number = folder.name.removeprefix("iter_")
+            if number.isdigit() and int(number) < newest and int(number) % keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(state: dict, folder: Path, metadata: dict, options):
+    """core's save into ``folder``: None when it is done, or its AsyncRequest."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    if options.ckpt_fully_parallel_save:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, parallel_state.get_data_parallel_group(with_context_parallel=True), False)
+    more = upstream.async_save_options() if options.async_save else {}
+    return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=options.async_save, content_metadata=metadata, **more)
+
+
+def add_common_file(folder: Path) -> None:
+    """Write common.pt where core did not (0.17 and later keep it inside the data), so that core 0.16 reads the checkpoint too."""
+    from megatron.core import dist_checkpointing
+
+    path = folder / "common.pt"
+    if path.is_file():
+        return
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    temporary = path.with_name("common.pt.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    torch.save(common, temporary)
+    temporary.rename(path)
