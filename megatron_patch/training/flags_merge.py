@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_patch.training.flags_config import transformer_class, virtual_stages
+from megatron_patch.training.flags_config import given_fields, transformer_class, transformer_fields, virtual_stages
 from megatron_patch.training.flags_model import GptSettings
 from megatron_patch.training.flags_parser import SettingsError
 from megatron_patch.training.settings import Settings
@@ -77,26 +77,36 @@ def merge_model(settings: Settings, config_fields: Mapping[str, Any]) -> dict[st
     values, when a given setting contradicts the architecture in config_fields. Names of GptSettings are checked, not
     returned.
     """
-    given = settings.model.given_fields
+    given = _given(settings, config_fields)
     gpt = {name: getattr(settings.gpt, name) for name in GPT_NAMES & settings.given}
     if 'bias_activation_fusion' in given:
         given['bias_activation_fusion'] = _bias_fusion(settings, {**config_fields, **given})
     layers = config_fields.get('num_layers') or given.get('num_layers')
     for name, value in {**given, **gpt}.items():
         if name in ARCHITECTURE:
-            _check_same(name, value, config_fields, settings, layers)
+            _check_same(name, value, config_fields, layers)
     merged = {name: value for name, value in config_fields.items() if name not in GPT_NAMES} | given
     if 'num_layers_per_virtual_pipeline_stage' in settings.given:
         merged['virtual_pipeline_model_parallel_size'] = _virtual(settings, layers)
     return merged
 
 
+def _given(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields the user gave; those of multi-latent attention too when the checkpoint, not a flag, says it has it."""
+    if not config.get('multi_latent_attention') or settings.values['multi_latent_attention']:
+        return settings.model.given_fields
+    fields = transformer_fields({**settings.values, 'multi_latent_attention': True}, settings.given)
+    return {name: fields[name] for name in given_fields(settings.given, fields)}
+
+
 def with_settings(config, settings: Settings):
     """The ModelConfig to build: `config` of the Hugging Face folder with the settings of the user.
     Raises SettingsError as merge_model does."""
-    merged = merge_model(settings, {**describe(config), **config.fields})
+    before = describe(config)
+    merged = merge_model(settings, before)
+    changes = {name: value for name, value in merged.items() if name not in before or value is not before[name]}
     free = {name: getattr(settings.gpt, name) for name in FREE_ATTRIBUTES if name in settings.given}
-    return config.replace(**merged, **free)
+    return config.replace(**changes, **free)
 
 
 def _bias_fusion(settings: Settings, fields: Mapping[str, Any]) -> bool:
@@ -112,18 +122,19 @@ def _virtual(settings: Settings, layers: int | None) -> int | None:
         raise SettingsError(str(error)) from None
 
 
-def _check_same(name: str, value: Any, config: Mapping[str, Any], settings: Settings, layers: int | None) -> None:
+def _check_same(name: str, value: Any, config: Mapping[str, Any], layers: int | None) -> None:
     if name not in config and name in GPT_NAMES:
         return
-    found = config[name] if name in config else _class_default(name, settings)
+    found = config[name] if name in config else _class_default(name, config)
     if _normal(name, value, layers) == _normal(name, found, layers):
         return
     raise SettingsError(f'{_spelling(name, value)} contradicts the checkpoint, which has {_shown(name, found)}: leave the '
                         'flag out, or use a checkpoint made for it')
 
 
-def _class_default(name: str, settings: Settings) -> Any:
-    default = {f.name: f.default for f in dataclasses.fields(transformer_class(settings.values))}.get(name)
+def _class_default(name: str, config: Mapping[str, Any]) -> Any:
+    kind = transformer_class({'multi_latent_attention': config.get('multi_latent_attention', False)})
+    default = {f.name: f.default for f in dataclasses.fields(kind)}.get(name)
     return None if default is dataclasses.MISSING else default
 
 

@@ -48,7 +48,11 @@ def _argparse_keywords(option: Option, docs: dict[str, str]) -> dict[str, Any]:
 def help_text(option: Option, docs: dict[str, str]) -> str:
     """The docstring of the field and its default."""
     default = getattr(option.default, 'name', option.default)
-    return f'{docs.get(option.field, "")} (default: {default})'.strip()
+    if option.action == 'store_false':
+        note = 'on by default, this flag turns it off'
+    else:
+        note = f'default: {default}' if option.takes_value else 'off by default'
+    return f'{docs.get(option.field, "")} ({note})'.strip()
 
 
 def _typed(option: Option) -> Any:

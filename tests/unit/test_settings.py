@@ -199,7 +199,7 @@ def test_help_lists_the_groups(parse, capsys):
         parse(['--help'])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    for word in ('schedule:', 'checkpoint:', 'transformer:', '--train-iters', '--norm-epsilon', 'Learning rate decay function', '--hf-model'):
+    for word in ('schedule:', 'checkpoint:', 'transformer:', '--train-iters', '--norm-epsilon', 'rate decay function', '--hf-model'):
         assert word in text
 
 

@@ -48,11 +48,12 @@ NEEDS = {
     **dict.fromkeys(['mla_down_proj_fusion', 'rope_type', 'q_lora_rank', 'kv_lora_rank', 'qk_head_dim', 'qk_pos_emb_head_dim',
                      'v_head_dim', 'original_max_position_embeddings', 'beta_fast', 'beta_slow', 'cache_mla_latents'], MLA),
     'overlap_p2p_comm_warmup_flush': ['--pipeline-model-parallel-size', '4', '--num-virtual-stages-per-pipeline-rank', '2'],
-    'glu_linear_offset': ['--quick-geglu'], 'add_qkv_bias': ['--disable-bias-linear'], 'experimental_attention_variant': ['--linear-attention-freq', '[1,0]*2'],
+    'glu_linear_offset': ['--quick-geglu'],
+    'add_qkv_bias': ['--disable-bias-linear'], 'experimental_attention_variant': ['--linear-attention-freq', '[1,0]*2'],
     'moe_ffn_hidden_size': EXPERTS, 'moe_router_group_topk': [*EXPERTS, '--moe-router-num-groups', '2'],
     'moe_router_enable_expert_bias': [*EXPERTS, '--moe-router-score-function', 'sigmoid'],
     'moe_enable_deepep': [*EXPERTS, '--moe-token-dispatcher-type', 'flex'],
-    **dict.fromkeys(['moe_router_padding_for_quantization', 'moe_router_padding_for_fp8'], [*EXPERTS, *FP8]),
+    'fused_residual_rmsnorm': ['--normalization', 'RMSNorm'], 'fp8_output_proj': [*FP8, '--fp8-recipe', 'mxfp8'],
     'apply_rope_fusion': ['--position-embedding-type', 'rope'],
     'train_samples': [], 'lr_decay_samples': ['--train-samples', '8'], 'lr_warmup_samples': ['--train-samples', '8'],
     'lr_wsd_decay_samples': ['--train-samples', '8'], 'lr_decay_iters': ['--train-iters', '8'],
@@ -93,7 +94,12 @@ REFUSED = {
     'ep_overlap_early_attn_memory_release': 'overlap_moe_expert_parallel_comm must be enabled',
     'defer_embedding_wgrad_compute': 'embedding wgrad',
     'moe_permute_fusion': 'Please install TE', 'batch_invariant_mode': 'FlashAttention',
-    'use_te_activation_func': 'bias_activation_fusion', 'symmetric_ar_type': 'NoneType',
+    'use_te_activation_func': 'bias_activation_fusion', 'symmetric_ar_type': ('NoneType', 'TE version'),
+    **dict.fromkeys(['moe_router_padding_for_quantization', 'moe_router_padding_for_fp8'], 'fp8/fp4 must be specified'),
+    **dict.fromkeys(['moe_single_grouped_weight', 'moe_single_grouped_bias'], 'require moe_grouped_gemm=True'),
+    'moe_expert_rank_capacity_factor': 'hybridep', 'moe_paged_stash': 'moe_expert_rank_capacity_factor',
+    'overlap_dispatch_backward_with_experts_wgrad': 'TE version', 'fp8_output_proj': ('NoneType', 'transformer-engine', 'TE', 'MXFP8'),
+    'inference_disable_triton_nvls_kernels': 'inference_optimized',
     'inference_fuse_tp_communication': 'inference_optimized', 'fine_grained_activation_offloading': '',
     'reuse_grad_buf_for_mxfp8_param_ag': 'MXFP8',
     **dict.fromkeys(['use_precision_aware_optimizer', 'main_grads_dtype', 'main_params_dtype', 'exp_avg_dtype',
@@ -147,7 +153,7 @@ def build(settings):
 
 
 def flag_line(option):
-    needs = [token for token in NEEDS.get(option.dest, [])]
+    needs = NEEDS.get(option.dest, [])
     return needs, [option.names[0], *(other_value(option) if option.takes_value else [])]
 
 
@@ -172,7 +178,7 @@ def test_a_value_other_than_the_default_changes_the_built_config(core, tmp_path)
             continue
         if changed[2].keys() == base[2].keys() and changed[0] != base[0]:
             continue
-        (only_kwargs if changed[1] != base[1] else dead).append((option.dest, changed[2]))
+        (only_kwargs if changed[1] != base[1] else dead).append((option.dest, {**base[2], **changed[2]}))
     assert not broken, '\n'.join(broken)
     assert not dead, '\n'.join(map(str, dead))
     unexpected = {dest: errors for dest, errors in only_kwargs

@@ -113,3 +113,13 @@ def test_no_flag_of_ours_can_meet_one_of_upstream(options):
         if option.dest not in stock and option.owner.__module__.startswith('megatron_patch'):
             assert 'Ours' in field_docs(option.owner)[option.field], option.dest
     make_parser(options)
+
+
+def test_the_page_of_flags_is_what_the_options_say(options):
+    """docs/flags.md is written on the newest core; there it is the same text, elsewhere it has every flag of ours."""
+    from megatron_patch.training.flags_docs import page
+
+    text = (Path(__file__).parents[2] / 'docs' / 'flags.md').read_text(encoding='utf-8')
+    if STOCK_HERE:
+        assert page(options) == text, 'write it anew: python -m megatron_patch.training.flags_docs docs/flags.md'
+    assert not [name for option in options.values() for name in option.names if f'`{name}`' not in text]
