@@ -1,8 +1,6 @@
 """Tokenizer, datasets and endless micro-batch iterators of a run."""
 
 import itertools
-import shutil
-import tempfile
 from pathlib import Path
 
 from megatron_patch.training.length import Length
@@ -62,16 +60,3 @@ class Feed:
                         dp_size=length.data_parallel, global_batch_size=length.global_batch, num_workers=data.num_workers,
                         dataloader_type=data.dataloader_type, document_end=self.document_end, seed=self.settings.run.seed)
         return found if self.chunks == 1 else list(itertools.tee(found, self.chunks))
-
-
-def writable(folder) -> bool:
-    """Whether a file can be made in ``folder`` (or, while it does not exist, in the nearest folder above it)."""
-    folder = Path(folder).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        probe = tempfile.mkdtemp(prefix=".probe-", dir=folder)
-    except OSError:
-        return False
-    shutil.rmtree(probe)
-    return True

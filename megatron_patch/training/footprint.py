@@ -1,0 +1,99 @@
+"""Parameters and bytes of every rank, counted from declarations: no model is built, no process group, no GPU.
+
+Every (tensor, expert) rank of one pipeline stage holds shapes of the same size, so a stage is one row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_patch import layout
+from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.family import Family
+from megatron_patch.slots import SLOTS
+
+NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """One rank of pipeline stage ``stage``: parameters (dense, expert) and bytes of weights, gradients and optimizer state."""
+
+    stage: int
+    layers: tuple[int, ...]
+    dense: int
+    expert: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.expert
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def every_slot() -> Family:
+    """A family with every slot, for a model that flags alone describe; which of them exist the config says."""
+    names = {key: tuple(f"{key}.{{layer}}.{{expert}}.{part}" for part in range(slot.packing.parts)) for key, slot in SLOTS.items()}
+    return Family("flags", (), (), config={}, weights=names)
+
+
+def stage_sizes(config, world_size: int, *, distributed_optimizer: bool, grad_bytes: int, half: bool) -> list[StageSize]:
+    """One StageSize per pipeline rank. ``half``: weights are 2 bytes and the optimizer keeps fp32 copies of them."""
+    shards = _shard_counts(config, world_size) if distributed_optimizer else dict(dense=1, expert=1)
+    out = []
+    for stage, virtual in enumerate(layout.stages(config)):
+        layers = tuple(layer for part in virtual for layer in part)
+        dense, expert = count(config, layers, first=stage == 0, last=stage == config.pipeline_model_parallel_size - 1)
+        state = 12 if half else 8  # fp32 copy, exp_avg, exp_avg_sq
+        optimizer = -(-dense * state // shards["dense"]) + -(-expert * state // shards["expert"])
+        total = dense + expert
+        out.append(StageSize(stage, layers, dense, expert, total * (2 if half else 4), total * grad_bytes, optimizer))
+    return out
+
+
+def _shard_counts(config, world_size: int) -> Mapping[str, int]:
+    """Over how many ranks the distributed optimizer spreads the state of dense and of expert parameters."""
+    dense = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    expert = config.expert_tp * config.expert_model_parallel_size * config.pipeline_model_parallel_size
+    return dict(dense=world_size // dense, expert=world_size // expert)
+
+
+def count(config, layers, *, first: bool, last: bool) -> tuple[int, int]:
+    """(dense, expert) parameters of one rank that holds ``layers``, the embedding when ``first`` and the head when ``last``."""
+    experts = range(config.num_moe_experts // config.expert_model_parallel_size) if config.get("num_moe_experts") else None
+    dense = expert = 0
+    for placement in plan(config.family or every_slot(), config, layers=layers, experts=experts):
+        copies = _copies(placement, config, first, last)
+        if placement.slot.expert:
+            expert += copies * _numel(placement, config)
+        else:
+            dense += copies * _numel(placement, config)
+    if first and config.position_embedding_type == "learned_absolute":
+        dense += config.max_position_embeddings * config.hidden_size
+    return dense, expert
+
+
+def _copies(placement: Placement, config, first: bool, last: bool) -> int:
+    if placement.layer is not None:
+        return 1
+    if placement.key == "embed":
+        # The last stage of a pipeline has a copy of tied embeddings.
+        return int(first) + int(last and config.tied and config.pipeline_model_parallel_size > 1)
+    return int(last)
+
+
+def _numel(placement: Placement, config) -> int:
+    size = 1
+    for n in placement.shard_shape(config):
+        size *= n
+    return size * 2 if placement.key in NORMS and config.get("normalization") == "LayerNorm" and config.family is None else size
+
+
+def uncounted(config) -> list[str]:
+    """What the model has and the table above leaves out."""
+    return [name for field, name in (("multi_latent_attention", "multi-latent attention"), ("mtp_num_layers", "multi-token prediction"))
+            if config.get(field)]
