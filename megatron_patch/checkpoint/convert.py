@@ -27,11 +27,11 @@ def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, progress: Progress
     Raises ValueError for anything that does not fit; ``out`` is then as it was.
     """
     began = time.monotonic()
-    config = load_config(hf)
-    torch_dist_write.check_target(Path(out))
+    out, config = Path(out).absolute(), load_config(hf)
+    torch_dist_write.check_target(out)
     source = Source(HfFolder(hf), config.family, config).check()
     total = sum(c.nbytes for c in torch_dist_write.chunks(source, config, dtype))
-    folder = torch_dist_write.write_release(Path(out), source, config, dtype, _adder(progress, total))
+    folder = torch_dist_write.write_release(out, source, config, dtype, _adder(progress, total))
     return dict(direction="hf-to-megatron", family=config.family.name, hf=str(hf), out=str(folder), bytes=total,
                 seconds=round(time.monotonic() - began, 3))
 

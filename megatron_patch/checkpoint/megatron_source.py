@@ -69,7 +69,7 @@ class MegatronSource:
                      for key in self.disk.tensors if key.startswith(MODEL) and key not in used]
         if problems:
             raise ValueError(f"{self.config.family.name}: {self.disk.folder} does not fit the config.json of --hf-ref: "
-                             + "; ".join(shorten(problems, "problems")))
+                             + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
         return self
 
     def _shape_problem(self, at, place):

@@ -15,7 +15,7 @@ CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon")
+    "norm_epsilon", "layernorm_epsilon")  # 0.16 and earlier say norm_epsilon
 UNSET = object()
 
 
@@ -23,7 +23,8 @@ def saved_args(config, dtype=None) -> Namespace:
     """The arguments of ``config`` at one rank. Plain values only, so that a weights-only reader takes them."""
     args = Namespace(**{name: _plain(config.get(name)) for name in SAME_NAME if config.get(name) is not None})
     args.__dict__.update(
-        norm_epsilon=config.layernorm_epsilon, swiglu=bool(config.get("gated_linear_unit")), num_experts=config.get("num_moe_experts"),
+        norm_epsilon=config.layernorm_epsilon, layernorm_epsilon=config.layernorm_epsilon,
+        swiglu=bool(config.get("gated_linear_unit")), num_experts=config.get("num_moe_experts"),
         group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False, apply_layernorm_1p=False,
         apply_query_key_layer_scaling=False, untie_embeddings_and_output_weights=not config.tied,
         mtp_num_layers=config.get("mtp_num_layers"),

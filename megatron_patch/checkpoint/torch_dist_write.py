@@ -26,6 +26,7 @@ BUFFER = 1 << 18  # fits the second-level cache: as fast as the kernel's own cop
 BLOCK = 8 << 20
 FILE_SIZE = 4 << 30
 FORMAT = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1)
+TRACKER = "latest_checkpointed_iteration.txt"
 CONTENT = dict(singleton_local_shards=False, chained_optim_avoid_prefix=True)
 
 
@@ -79,31 +80,32 @@ def _place_chunks(place, config, dtype, disk):
 
 
 def write_release(out: Path, source, config, dtype: torch.dtype | None = None, progress: Callable[[int], None] = lambda n: None) -> Path:
-    """Write ``out``/release and then the tracker file. Nothing is visible under ``out`` before the data is complete.
+    """Write ``out``/release and the tracker file that names it; ``out`` appears with both, by one rename, or not at all.
 
-    Raises ValueError when ``out`` already holds a checkpoint.
+    Returns the release folder. Raises ValueError when ``out`` is not empty.
     """
     check_target(out)
     todo = chunks(source, config, dtype)
-    with output.building(out / "release") as work:
-        stored = _write_tensors(work, source, todo, progress)
+    with output.building(out) as work:
+        folder = work / "release"
+        folder.mkdir()
+        stored = _write_tensors(folder, source, todo, progress)
         common = dict(args=saved_args(config, dtype), checkpoint_version=3.0, iteration=0, num_floating_point_operations_so_far=0,
                       content_metadata=CONTENT)
-        objects = _write_objects(work, common, extra_states(config, is_stacked(config)))
-        _write_metadata(work, stored, objects)
-    output.write_file(out / "latest_checkpointed_iteration.txt", b"release")
-    output.sync_folder(out)
+        objects = _write_objects(folder, common, extra_states(config, is_stacked(config)))
+        _write_metadata(folder, stored, objects)
+        output.sync_folder(folder)
+        output.write_file(work / TRACKER, b"release")
     return out / "release"
 
 
 def check_target(out: Path) -> None:
-    """Raise ValueError unless ``out`` is absent, empty, or holds only what a killed conversion left."""
+    """Raise ValueError unless ``out`` is absent or an empty folder."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out names a checkpoint folder.")
-    found = [p.name for p in out.iterdir() if p.name != output.partial(out / "release").name] if out.is_dir() else []
-    if found:
-        raise ValueError(f"{out} is not empty (it holds {', '.join(sorted(found)[:4])}); choose another --out, an existing checkpoint is "
-                         f"never overwritten.")
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty (it holds {', '.join(sorted(p.name for p in out.iterdir())[:4])}); choose another --out, "
+                         f"an existing checkpoint is never overwritten.")
 
 
 class _Data:

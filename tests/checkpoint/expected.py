@@ -1,0 +1,74 @@
+"""What every parameter of a GPTModel must hold, worked out from the Hugging Face tensors by hand: no plan, slot or packing of ours.
+
+Layer numbers, expert ids, partition dims and ranks are core's own.
+"""
+
+import re
+
+import torch
+
+NAMES = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj")
+
+
+def parameters(model, hf, sizes, ranks):
+    """{name: expected tensor} of one GPTModel chunk. ``sizes``: heads, groups, head_dim, experts; ``ranks``: tp, tp_rank, ep, ep_rank,
+    etp, etp_rank as core reports them."""
+    return {name: _one(model, name, p, hf, sizes, ranks) for name, p in model.named_parameters()}
+
+
+def _one(model, name, p, hf, sizes, ranks):
+    if name == "embedding.word_embeddings.weight":
+        return _vocab(hf["model.embed_tokens.weight"], p, ranks)
+    if name == "output_layer.weight":
+        return _vocab(hf.get("lm_head.weight", hf["model.embed_tokens.weight"]), p, ranks)
+    if name == "decoder.final_layernorm.weight":
+        return hf["model.norm.weight"]
+    local, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
+    layer = model.decoder.layers[int(local)].layer_number - 1
+    return _in_layer(rest, f"model.layers.{layer}.", hf, sizes, ranks)
+
+
+def _vocab(full, p, ranks):
+    padded = torch.zeros(p.shape[0] * ranks["tp"], full.shape[1])
+    padded[: full.shape[0]] = full
+    return padded.chunk(ranks["tp"])[ranks["tp_rank"]]
+
+
+def _in_layer(rest, at, hf, sizes, ranks):
+    tp, rank = ranks["tp"], ranks["tp_rank"]
+    if rest == "input_layernorm.weight":
+        return hf[at + "input_layernorm.weight"]
+    if rest == "pre_mlp_layernorm.weight":
+        return hf[at + "post_attention_layernorm.weight"]
+    if rest.startswith("self_attention.linear_qkv."):
+        kind = rest.rsplit(".", 1)[-1]
+        groups = [hf[at + NAMES[x] + "." + kind].unflatten(0, (sizes["groups"], -1)) for x in "qkv"]  # [groups, heads * dim, ...]
+        return torch.cat(groups, 1).chunk(tp)[rank].flatten(0, 1)
+    if rest == "self_attention.linear_proj.weight":
+        return hf[at + NAMES["o"] + ".weight"].chunk(tp, 1)[rank]
+    norm = re.fullmatch(r"self_attention\.([qk])_layernorm\.weight", rest)
+    if norm:
+        return hf[at + f"self_attn.{norm[1]}_norm.weight"]
+    return _mlp(rest, at, hf, sizes, ranks)
+
+
+def _mlp(rest, at, hf, sizes, ranks):
+    tp, rank = ranks["tp"], ranks["tp_rank"]
+    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in hf else "mlp.")
+    if rest == "mlp.router.weight":
+        return hf[moe + "gate.weight"]
+    if rest == "mlp.shared_experts.gate_weight":
+        return hf[at + "mlp.shared_expert_gate.weight"]
+    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rest)
+    if expert:
+        e = ranks["ep_rank"] * (sizes["experts"] // ranks["ep"]) + int(expert[1])
+        return _glu_or_down(expert[2], f"{moe}experts.{e}.", hf, ranks["etp"], ranks["etp_rank"])
+    where, which = re.fullmatch(r"(mlp\.|mlp\.shared_experts\.)(linear_fc[12])\.weight", rest).groups()
+    return _glu_or_down(which, at + where.replace("shared_experts", "shared_expert"), hf, tp, rank)
+
+
+def _glu_or_down(which, at, hf, tp, rank):
+    gate, up, down = ("w1", "w3", "w2") if at + "w1.weight" in hf else ("gate_proj", "up_proj", "down_proj")
+    if which == "linear_fc2":
+        return hf[f"{at}{down}.weight"].chunk(tp, 1)[rank]
+    return torch.cat([hf[f"{at}{x}.weight"].chunk(tp)[rank] for x in (gate, up)])
