@@ -1,5 +1,6 @@
 """Build upstream's GPTModel from a model config: TransformerConfig, spec, rope table, padded-vocabulary mask."""
 
+import contextlib
 import dataclasses
 
 import torch
@@ -52,7 +53,7 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) before build_model.")
     core = transformer_config(config)
     block = spec.block_spec(core, layer_impl, vp_stage)
-    with replicated_projections():
+    with replicated_projections() if layer_impl == "native" else contextlib.nullcontext():
         model = GPTModel(
             core, block, vocab_size=config.padded_vocab_size(), max_sequence_length=config.max_position_embeddings,
             pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=config.tied,

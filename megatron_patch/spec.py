@@ -73,7 +73,7 @@ def _rewrite(node, swaps):
         out = copy.copy(node)
         for f in dataclasses.fields(node):
             setattr(out, f.name, _rewrite(getattr(node, f.name), swaps))
-        return _replicate_down_projections(out)
+        return _replicate_latents(out)
     if isinstance(node, (list, tuple)):
         return type(node)(_rewrite(v, swaps) for v in node)
     if isinstance(node, dict):
@@ -81,11 +81,15 @@ def _rewrite(node, swaps):
     return node
 
 
-def _replicate_down_projections(node):
+def _replicate_latents(node):
+    """In the submodules of multi-latent attention: down-projections and their norms whole on every TP rank."""
     if hasattr(node, "linear_kv_down_proj"):
-        from megatron_patch.layers.mla import ReplicatedLinear
+        from megatron_patch.layers.mla import LatentNorm, ReplicatedLinear
+        from megatron_patch.layers.norm import Norm
 
         node.linear_q_down_proj = node.linear_kv_down_proj = ReplicatedLinear
+        node.q_layernorm = LatentNorm if node.q_layernorm is Norm else node.q_layernorm
+        node.kv_layernorm = LatentNorm if node.kv_layernorm is Norm else node.kv_layernorm
     return node
 
 

@@ -7,8 +7,45 @@ shared rotary key (megatron/core/transformer/multi_latent_attention.py): losses 
 import contextlib
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch import Tensor, nn
+
+from megatron_patch.layers.norm import Norm
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity forward; the gradient is summed over ``group``.
+
+    Upstream's copy_to_tensor_model_parallel_region reduces a copy when the gradient is not contiguous, as it is here, and
+    returns the unreduced one. Source: megatron/core/tensor_parallel/mappings.py, _reduce.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class LatentNorm:
+    """The norm of a compressed query or key/value: the same on every TP rank, its gradient whole on each of them.
+
+    Upstream sums every parameter called q_layernorm over TP, right for per-head norms, twice too much here; averaging equal
+    gradients leaves them as they are. Source: megatron/core/distributed/finalize_model_grads.py.
+    """
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **kwargs):
+        norm = Norm(config, hidden_size, eps, **kwargs)
+        for weight in norm.parameters():
+            weight.average_gradients_across_tp_domain = not config.sequence_parallel
+        return norm
 
 
 class ReplicatedLinear(nn.Module):
@@ -33,10 +70,8 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x_SBH: Tensor):
         out = F.linear(x_SBH, self.weight)
         if self.shared:
-            from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-
             own, shared = out.split([out.shape[-1] - self.shared, self.shared], dim=-1)
-            out = torch.cat([own, copy_to_tensor_model_parallel_region(shared)], dim=-1)
+            out = torch.cat([own, SumGradient.apply(shared, parallel_state.get_tensor_model_parallel_group())], dim=-1)
         return out, None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -48,15 +83,14 @@ class ReplicatedLinear(nn.Module):
 
 @contextlib.contextmanager
 def replicated_projections():
-    """While a model is built: let upstream's attention accept :class:`ReplicatedLinear` where it compares with TELinear.
+    """While a native model is built: let upstream's attention accept :class:`ReplicatedLinear` where it compares with TELinear.
 
     Source: megatron/core/transformer/multi_latent_attention.py, MLASelfAttention.__init__ ("in [TELinear]").
     """
     from megatron.core.transformer import multi_latent_attention as mla
 
     kept = mla.TELinear
-    if kept is None:
-        mla.TELinear = ReplicatedLinear
+    mla.TELinear = ReplicatedLinear
     try:
         yield
     finally:

@@ -78,20 +78,28 @@ def gradients(folders: dict, layouts: list, out: str) -> dict:
     return found
 
 
-def one_step(config, chunks, tokens, labels, **ddp_fields) -> float:
+def wrap(chunks, **fields) -> list:
+    """The chunks in upstream's DDP, in train mode."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    wrapped = [DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**fields), chunk) for chunk in chunks]
+    for chunk in wrapped:
+        chunk.train()
+    return wrapped
+
+
+def one_step(config, chunks, tokens, labels, wrapped=None) -> float:
     """Forward and backward of one batch through DDP and core's schedule; gradients end in main_grad. Returns the token mean loss."""
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_patch.layers.masks import zigzag
 
-    core = chunks[0].config
-    wrapped = [DistributedDataParallel(core, DistributedDataParallelConfig(**ddp_fields), chunk) for chunk in chunks]
-    core.finalize_model_grads_func = finalize_model_grads
+    wrapped = wrapped or wrap(chunks)
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
     for chunk in wrapped:
-        chunk.train()
         chunk.zero_grad_buffer()
     length, cp = tokens.shape[1], config.context_parallel_size
     here = zigzag(ps.get_context_parallel_rank(), cp, length // cp) if cp > 1 else torch.arange(length)
@@ -101,7 +109,8 @@ def one_step(config, chunks, tokens, labels, **ddp_fields) -> float:
         def loss_func(losses):
             count = torch.tensor(losses.numel(), dtype=torch.int)
             return losses.sum(), count, {"lm": torch.stack([losses.sum().detach(), count.float()])}
-        return chunk(ids, here.expand_as(ids), None, labels=targets), loss_func
+        more = {"loss_mask": torch.ones_like(targets, dtype=torch.float)} if config.get("mtp_num_layers") else {}
+        return chunk(ids, here.expand_as(ids), None, labels=targets, **more), loss_func
 
     virtual = len(chunks) > 1
     store = get_forward_backward_func()(
