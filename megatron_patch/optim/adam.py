@@ -5,12 +5,13 @@ per-parameter state; torch.optim.AdamW keeps a step per parameter, and a resumed
 KeyError. This class gives core the layout it expects on a machine that has neither Transformer Engine nor Apex.
 Source of the contract: transformer_engine/pytorch/optimizers/fused_adam.py; megatron/core/optimizer/distrib_optimizer.py.
 """
+
 import math
 from collections import defaultdict
 
 import torch
 
-FUSED_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -21,15 +22,33 @@ class FusedAdam(torch.optim.AdamW):
     AdamW's own methods remains in use. Raises ValueError for amsgrad, capturable and sparse gradients.
     """
 
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
-                 weight_decay=0.0, amsgrad=False, *, set_grad_none=None, capturable=False):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        set_grad_none=None,
+        capturable=False,
+    ):
         if amsgrad or capturable:
-            raise ValueError(f'FusedAdam: amsgrad={amsgrad}, capturable={capturable}; both must be False here. '
-                             'CUDA graphs of the optimizer step need Transformer Engine.')
-        for name, value, ok in (('lr', lr, lr >= 0), ('eps', eps, eps >= 0), ('weight_decay', weight_decay, weight_decay >= 0),
-                                ('betas', betas, all(0 <= b < 1 for b in betas))):
+            raise ValueError(
+                f"FusedAdam: amsgrad={amsgrad}, capturable={capturable}; both must be False here. "
+                "CUDA graphs of the optimizer step need Transformer Engine."
+            )
+        for name, value, ok in (
+            ("lr", lr, lr >= 0),
+            ("eps", eps, eps >= 0),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+            ("betas", betas, all(0 <= b < 1 for b in betas)),
+        ):
             if not ok:
-                raise ValueError(f'FusedAdam: {name}={value} is out of range; lr, eps, weight_decay >= 0, betas in [0, 1).')
+                raise ValueError(f"FusedAdam: {name}={value} is out of range; lr, eps, weight_decay >= 0, betas in [0, 1).")
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=tuple(betas), eps=eps, weight_decay=weight_decay, step=0)
         self.adam_w_mode = bool(adam_w_mode)
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -46,8 +65,8 @@ class FusedAdam(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            group['step'] = int(group.get('step') or 0) + 1
-            for tensors in self._batches(group['params']).values():
+            group["step"] = int(group.get("step") or 0) + 1
+            for tensors in self._batches(group["params"]).values():
                 _update(*tensors, group, self.adam_w_mode)
         return loss
 
@@ -60,18 +79,18 @@ class FusedAdam(torch.optim.AdamW):
             if grad is None or param.numel() == 0:
                 continue
             if grad.is_sparse:
-                raise ValueError(f'FusedAdam: sparse gradient of shape {tuple(grad.shape)}; only dense ones are supported.')
+                raise ValueError(f"FusedAdam: sparse gradient of shape {tuple(grad.shape)}; only dense ones are supported.")
             moments = state[param]
-            if 'exp_avg_sq' not in moments:
+            if "exp_avg_sq" not in moments:
                 self.initialize_state(param)
             batch = batches[param.device, param.dtype, grad.dtype]
-            for column, tensor in zip(batch, (param, grad, moments['exp_avg'], moments['exp_avg_sq'])):
+            for column, tensor in zip(batch, (param, grad, moments["exp_avg"], moments["exp_avg_sq"])):
                 column.append(tensor)
         return batches
 
     def initialize_state(self, param):
         """Zero moments of one parameter, fp32 whatever the parameter's dtype."""
-        for key in ('exp_avg', 'exp_avg_sq'):
+        for key in ("exp_avg", "exp_avg_sq"):
             self.state[param][key] = torch.zeros_like(param, dtype=_moment_dtype(param))
 
     def load_state_dict(self, state_dict):
@@ -80,13 +99,12 @@ class FusedAdam(torch.optim.AdamW):
         Moments keep fp32 (torch would cast them to the parameter's dtype). Raises ValueError when the parameters of
         one group disagree about the step, which one shared counter cannot hold.
         """
-        groups = [_with_group_step({**self.defaults, 'step': None, **group}, state_dict['state'])
-                  for group in state_dict['param_groups']]
-        super().load_state_dict({'state': {}, 'param_groups': groups})
+        groups = [_with_group_step({**self.defaults, "step": None, **group}, state_dict["state"]) for group in state_dict["param_groups"]]
+        super().load_state_dict({"state": {}, "param_groups": groups})
         for saved, group in zip(groups, self.param_groups):
-            for key, param in zip(saved['params'], group['params']):
-                if key in state_dict['state']:
-                    self.state[param] = _moments(state_dict['state'][key], param)
+            for key, param in zip(saved["params"], group["params"]):
+                if key in state_dict["state"]:
+                    self.state[param] = _moments(state_dict["state"][key], param)
 
 
 def _moment_dtype(param):
@@ -95,20 +113,21 @@ def _moment_dtype(param):
 
 def _moments(saved, param):
     """The tensors of one saved state but 'step', on the parameter's device."""
-    return {key: value.to(param.device, _moment_dtype(param)) for key, value in saved.items()
-            if key != 'step' and torch.is_tensor(value)}
+    return {key: value.to(param.device, _moment_dtype(param)) for key, value in saved.items() if key != "step" and torch.is_tensor(value)}
 
 
 def _with_group_step(group, state):
     """A copy of a saved param group whose 'step' is an int, taken from its parameters' states where the group has none."""
-    step = group.get('step')
+    step = group.get("step")
     if step is None:
-        steps = {int(state[key]['step']) for key in group['params'] if 'step' in state.get(key, {})}
+        steps = {int(state[key]["step"]) for key in group["params"] if "step" in state.get(key, {})}
         if len(steps) > 1:
-            raise ValueError(f'FusedAdam: parameters of one group were saved at steps {sorted(steps)}; one step is expected. '
-                             'Load the weights without the optimizer (--no-load-optim).')
+            raise ValueError(
+                f"FusedAdam: parameters of one group were saved at steps {sorted(steps)}; one step is expected. "
+                "Load the weights without the optimizer (--no-load-optim)."
+            )
         step = steps.pop() if steps else 0
-    return {**group, 'step': int(step)}
+    return {**group, "step": int(step)}
 
 
 def _update(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
@@ -124,15 +143,28 @@ def _update(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
 
 def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
     # beta ** inf is 0, so an infinite step makes the kernel's bias corrections exactly 1
-    step = torch.tensor(float(group['step'] if group['bias_correction'] else math.inf), device=params[0].device)
+    step = torch.tensor(float(group["step"] if group["bias_correction"] else math.inf), device=params[0].device)
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params), lr=float(group['lr']), beta1=group['betas'][0],
-           beta2=group['betas'][1], weight_decay=group['weight_decay'], eps=group['eps'], amsgrad=False, maximize=False)
+    kernel(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(params),
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def _foreach(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
-    (beta1, beta2), lr, weight_decay = group['betas'], float(group['lr']), group['weight_decay']
-    step = group['step'] if group['bias_correction'] else math.inf
+    (beta1, beta2), lr, weight_decay = group["betas"], float(group["lr"]), group["weight_decay"]
+    step = group["step"] if group["bias_correction"] else math.inf
     if weight_decay and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     elif weight_decay:
@@ -141,6 +173,6 @@ def _foreach(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, math.sqrt(1 - beta2 ** step))
-    torch._foreach_add_(denominators, group['eps'])
-    torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / (1 - beta1 ** step))
+    torch._foreach_div_(denominators, math.sqrt(1 - beta2**step))
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / (1 - beta1**step))

@@ -3,6 +3,7 @@
 Upstream chooses its classes by module names, so those names are lent for the length of one call and given back; nothing
 of megatron stays changed. The objects built carry the choice in their classes, later calls need no stand-in.
 """
+
 import contextlib
 import copy
 import logging
@@ -32,11 +33,13 @@ def build_optimizer(optimizer_config, ddp_chunks, **kwargs):
 
 def stand_ins():
     """(name, value, reason) of every name of megatron.core.optimizer that is lent during a build."""
-    names = [('DistributedOptimizer', DistributedOptimizer, 'fully_reshardable state with several padded buckets is saved shifted'),
-             ('ChainedOptimizer', ChainedOptimizer, 'a checkpoint with expert parallelism does not load without it, nor the reverse')]
+    names = [
+        ("DistributedOptimizer", DistributedOptimizer, "fully_reshardable state with several padded buckets is saved shifted"),
+        ("ChainedOptimizer", ChainedOptimizer, "a checkpoint with expert parallelism does not load without it, nor the reverse"),
+    ]
     if upstream.USING_PYTORCH_OPTIMIZER:
-        reason = 'torch.optim.AdamW keeps a step per parameter; the distributed optimizer cannot resume from that'
-        names += [('Adam', FusedAdam, reason), ('USING_PYTORCH_OPTIMIZER', False, reason)]
+        reason = "torch.optim.AdamW keeps a step per parameter; the distributed optimizer cannot resume from that"
+        names += [("Adam", FusedAdam, reason), ("USING_PYTORCH_OPTIMIZER", False, reason)]
     return names
 
 
@@ -59,15 +62,24 @@ def check_options(use_precision_aware_optimizer=False, optimizer_cpu_offload=Fal
     Takes OptimizerConfig's fields as keywords; those it does not know are ignored.
     """
     if use_precision_aware_optimizer and optimizer_cpu_offload:
-        raise ValueError('--use-precision-aware-optimizer with --optimizer-cpu-offload does not resume correctly in megatron-core '
-                         '(Megatron-LM issue 1842: the loss jumps after a restart); use one of the two.')
-    for flag, wanted in (('--use-precision-aware-optimizer', use_precision_aware_optimizer), ('--optimizer-cuda-graph', optimizer_cuda_graph)):
+        raise ValueError(
+            "--use-precision-aware-optimizer with --optimizer-cpu-offload does not resume correctly in megatron-core "
+            "(Megatron-LM issue 1842: the loss jumps after a restart); use one of the two."
+        )
+    for flag, wanted in (
+        ("--use-precision-aware-optimizer", use_precision_aware_optimizer),
+        ("--optimizer-cuda-graph", optimizer_cuda_graph),
+    ):
         if wanted and not _has_te():
-            raise ValueError(f'{flag} needs the FusedAdam of Transformer Engine, which is not in use here; '
-                             'leave the flag out, or install it: pip install "megatron-patch[te]".')
+            raise ValueError(
+                f"{flag} needs the FusedAdam of Transformer Engine, which is not in use here; "
+                'leave the flag out, or install it: pip install "megatron-patch[te]".'
+            )
     if optimizer_cpu_offload and torch.cuda.is_available() and not _has_te():
-        raise ValueError('--optimizer-cpu-offload needs the FusedAdam of Transformer Engine for the part that stays on the GPU; '
-                         'leave the flag out, or install it: pip install "megatron-patch[te]".')
+        raise ValueError(
+            "--optimizer-cpu-offload needs the FusedAdam of Transformer Engine for the part that stays on the GPU; "
+            'leave the flag out, or install it: pip install "megatron-patch[te]".'
+        )
 
 
 def runnable_config(config):
@@ -75,7 +87,7 @@ def runnable_config(config):
     check_options(**vars(config))
     if not config.optimizer_cpu_offload or torch.cuda.is_available():
         return config
-    _tell_once('--optimizer-cpu-offload is ignored: there is no GPU, optimizer state is in host memory already.')
+    _tell_once("--optimizer-cpu-offload is ignored: there is no GPU, optimizer state is in host memory already.")
     config = copy.copy(config)
     config.optimizer_cpu_offload = False
     config.use_torch_optimizer_for_cpu_offload = False
