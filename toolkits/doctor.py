@@ -49,6 +49,15 @@ def optional_part(module, hidden):
     return True, found or "version unknown"
 
 
+def lent():
+    """The names that optimizer building lends upstream for the length of one call, on every platform."""
+    from megatron_patch.optim.build import stand_ins
+
+    where = "megatron/core/optimizer/__init__.py"
+    rows = [(f"megatron.core.optimizer:{name}", f"during a build: {reason}") for name, _, reason in stand_ins()]
+    return [{"name": name, "upstream": where, "reason": reason} for name, reason in rows]
+
+
 def report(chosen):
     """The whole report as JSON can hold it."""
     import torch
@@ -56,6 +65,7 @@ def report(chosen):
     from megatron_patch import platform, upstream
 
     rows = [{"name": row.target, "upstream": row.upstream, "reason": row.reason} for row in chosen.rows()]
+    rows += lent()
     hidden = {row["name"].partition(":")[2] for row in rows if row["name"].startswith("sys.modules:")}
     parts = {module: (*optional_part(module, hidden), purpose) for module, (_, purpose) in OPTIONAL.items()}
     return {

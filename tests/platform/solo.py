@@ -54,11 +54,13 @@ def undo():
 
     for name in ("torch.cuda.nvtx", "torch.distributed.device_mesh", "torch.jit._recursive", "torch.accelerator"):
         __import__(name)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     visible = torch.cuda.is_available = lambda: True  # a machine with a GPU
     before = _snapshot()
     picked = platform.registry.resolve().name
     chosen = platform.activate("cpu")
     twice = platform.activate("cpu") is chosen and platform.activate() is chosen
+    environment = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     forced = [torch.cuda.is_available(), torch.accelerator.is_available(), str(torch.zeros(1, device="cuda").device)]
     during = _changes(before, _snapshot())
     platform.deactivate()
@@ -83,7 +85,8 @@ def undo():
     again = moe_utils.maybe_move_tensor_to_cpu.__module__
     filled = random.FP8GlobalStateManager.is_fp8_enabled()
     return dict(
-        picked=picked, twice=twice, forced=forced, during=len(during), clean=clean, restored=restored, patched=sorted(patched), left=left,
+        picked=picked, environment=environment, twice=twice, forced=forced, during=len(during), clean=clean, restored=restored,
+        patched=sorted(patched), left=left,
         own=own, again=again, used=type(used).__name__, filled=filled, have_te=multi_latent_attention.HAVE_TE,
         rows=[[row.target, row.upstream, row.reason] for row in platform.stand_ins()],
     )  # fmt: skip

@@ -63,42 +63,28 @@ def _false(original):
     return False if original else SKIP
 
 
-def rows():
-    """The megatron table, and torch.compile as megatron calls it."""
-    random, moe = "megatron/core/tensor_parallel/random.py", "megatron/core/transformer/moe/moe_utils.py"
-    r, m = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils"
-    table = [StandIn(f"{m}:{name}", only_if_missing(None), moe, "name left undefined without TE (0.16.1)") for name in _MOE_TE]
-    table += [
-        StandIn(
-            f"{m}:maybe_move_tensor_to_cpu", lambda o: _to_host, moe, "CPU split sizes stay tensors, all_to_all rejects them"
-        ),
-        StandIn(
-            "megatron.core.transformer.multi_latent_attention:HAVE_TE",
-            _false,
-            "transformer/multi_latent_attention.py",
-            "True without TE",
-        ),
-        StandIn(
-            f"{r}:FP8GlobalStateManager",
-            only_if_missing(FP8GlobalStateManager),
-            random,
-            "undefined without TE, used by recompute",
-        ),
-        StandIn(
-            f"{r}:activation_recompute_forward", only_if_missing(_no_context), random, "undefined without TE, used by recompute"
-        ),
-        StandIn(f"{r}:fp8_autocast", only_if_missing(_no_context), random, "undefined without TE, used by recompute"),
-        StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
-        StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
-        StandIn(
-            "torch:compile",
-            _compile,
-            "megatron/core/jit.py, transformer/moe/router.py",
-            "34 s at the first fused function on CPU",
-        ),
-    ]
-    return table
-
-
 def _share(original):
     return _share_storage if callable(original) else SKIP
+
+
+def rows():
+    """The megatron table, and what of torch and the environment only megatron asks for."""
+    random, moe = "megatron/core/tensor_parallel/random.py", "megatron/core/transformer/moe/moe_utils.py"
+    mla, layers = "megatron/core/transformer/multi_latent_attention.py", "megatron/core/tensor_parallel/layers.py"
+    r, m = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils"
+    undefined = "undefined without TE, used by recompute"
+    table = [StandIn(f"{m}:{name}", only_if_missing(None), moe, "name left undefined without TE (0.16.1)") for name in _MOE_TE]
+    # fmt: off
+    table += [
+        StandIn(f"{m}:maybe_move_tensor_to_cpu", lambda o: _to_host, moe, "CPU split sizes stay tensors, all_to_all rejects them"),
+        StandIn("megatron.core.transformer.multi_latent_attention:HAVE_TE", _false, mla, "True without TE (0.16.1)"),
+        StandIn(f"{r}:FP8GlobalStateManager", only_if_missing(FP8GlobalStateManager), random, undefined),
+        StandIn(f"{r}:activation_recompute_forward", only_if_missing(_no_context), random, undefined),
+        StandIn(f"{r}:fp8_autocast", only_if_missing(_no_context), random, undefined),
+        StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
+        StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
+        StandIn("os.environ:CUDA_DEVICE_MAX_CONNECTIONS", only_if_missing("1"), layers, "warns unless it is 1"),
+        StandIn("torch:compile", _compile, "megatron/core/jit.py, transformer/moe/router.py", "34 s at the first fused function on CPU"),
+    ]
+    # fmt: on
+    return table
