@@ -1,0 +1,102 @@
+"""config.json both ways: v4 and v5 forms, class defaults, what changed is rewritten, what cannot be held is refused."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_patch import registry, translate
+
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+             num_attention_heads=4, num_key_value_heads=2, vocab_size=1003, rms_norm_eps=1e-5, max_position_embeddings=128,
+             tie_word_embeddings=False)
+
+
+def read(**changes):
+    return translate.from_hf({**LLAMA, **changes})
+
+
+def test_class_defaults_are_transformers_own():
+    """Case B41: Qwen3 without head_dim has 128, not hidden / heads; dropout is 0 unless the config says otherwise."""
+    c = read(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    assert (c.kv_channels, c.hidden_dropout, c.attention_dropout, c.qk_layernorm) == (128, 0.0, 0.0, True)
+    assert read(attention_dropout=0.1).attention_dropout == 0.1
+    assert read(num_key_value_heads=None).num_query_groups == 4
+
+
+def test_window_counts_the_query():
+    """Mistral's sliding_window 4096 is Megatron's (4095, 0); Qwen2 slides only when it says so, from max_window_layers on."""
+    assert read(model_type="mistral", sliding_window=4096).window_size == (4095, 0)
+    assert read(model_type="mistral", sliding_window=None).window_size is None
+    assert read(model_type="qwen2", sliding_window=64).window_size is None
+    slides = read(model_type="qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=3)
+    assert slides.window_size == (63, 0) and slides.window_attn_skip_freq == [0, 0, 0, 1]
+
+
+def test_norm_topk_prob_is_the_softmax_order():
+    """Case B130: no renormalisation is softmax before top-k."""
+    moe = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert read(**moe, norm_topk_prob=False).moe_router_pre_softmax is True
+    assert read(**moe, norm_topk_prob=True).moe_router_pre_softmax is False
+
+
+def test_sparse_layers():
+    """decoder_sparse_step 2 with layer 3 dense by name leaves layer 1 sparse only."""
+    c = read(model_type="qwen2_moe", num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert c.moe_layer_freq == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("form", [
+    dict(rope_theta=1e6, rope_scaling=None, torch_dtype="bfloat16"),
+    dict(rope_theta=1e6, rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="float16"),
+    dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype="bfloat16")])
+def test_export_keeps_the_form(form):
+    """Case B51: what is written is what was read, key by key; a changed dtype lands under the key that was there."""
+    c = read(**form)
+    assert translate.to_hf(c) == {**LLAMA, **form}
+    changed = translate.to_hf(c, torch.float32)
+    assert changed["torch_dtype" if "torch_dtype" in form else "dtype"] == "float32" and set(changed) == set(LLAMA) | set(form)
+
+
+def test_changed_sizes_are_rewritten():
+    """Case B24: a config whose sizes changed exports those."""
+    out = translate.to_hf(read().replace(num_layers=2, vocab_size=1100, tied=True))
+    assert (out["num_hidden_layers"], out["vocab_size"], out["tie_word_embeddings"]) == (2, 1100, True)
+
+
+@pytest.mark.parametrize("name", sorted(registry.families()))
+def test_fresh_config_reads_back(name):
+    """Without a reference, config.json carries v4 and v5 keys, and Transformers' class reads the same sizes from it."""
+    from transformers import AutoConfig
+
+    family = registry.families()[name]
+    more = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2) if "moe" in name or name == "mixtral" else {}
+    c = read(model_type=family.model_types[0], head_dim=16, rope_theta=5e4, rope_scaling={"rope_type": "linear", "factor": 2.0}, **more)
+    fresh = translate.to_hf(c.replace(hf={}))
+    again = translate.from_hf(json.loads(json.dumps(fresh)))
+    assert dict(again.fields) == dict(c.fields) and again.rope == c.rope and fresh["rope_theta"] == 5e4
+    assert AutoConfig.for_model(**fresh).num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="lama"), "model_type 'lama' is not supported.*Did you mean 'llama'"),
+    (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
+    (dict(attention_bias=True), "attention_bias=True with mlp_bias=False"),
+    (dict(model_type="qwen3", attention_bias=True), "attention_bias=true is not supported"),
+    (dict(quantization_config={"quant_method": "fp8"}), r"quantization_config \(fp8\)"),
+    (dict(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
+    (dict(hidden_size="64"), "hidden_size"), (dict(dtype="int8"), "dtype 'int8'"),
+    (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
+     "rope type 'longrope'")])
+def test_refusals_name_what_was_found(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(**changes)
+
+
+@pytest.mark.parametrize("content, message", [(None, "does not exist"), ("[1]", "holds a JSON list"), ("{", "cannot be read as JSON")])
+def test_folder_without_a_config(tmp_path, content, message):
+    """The file is named."""
+    if content:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        translate.load_config(tmp_path)
