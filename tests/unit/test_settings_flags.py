@@ -81,6 +81,16 @@ VALUES = {
     'rotary_percent': ['0.5'], 'end_weight_decay': ['0.9'], 'start_weight_decay': ['0.9'], 'cp_comm_type': ['a2a'],
     'recompute_method': ['block'], 'hidden_size': ['128'], 'num_attention_heads': ['8'], 'num_layers': ['8'],
 }
+# Flag -> the TransformerConfig field that Megatron-LM writes it to.
+RENAMED = {
+    'num_experts': 'num_moe_experts', 'fp8_param_gather': 'fp8_param', 'no_persist_layer_norm': 'persist_layer_norm',
+    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage', 'swiglu': 'gated_linear_unit',
+    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage', 'quick_geglu': 'gated_linear_unit',
+    'num_virtual_stages_per_pipeline_rank': 'virtual_pipeline_model_parallel_size', 'squared_relu': 'activation_func',
+    'num_layers_per_virtual_pipeline_stage': 'virtual_pipeline_model_parallel_size', 'recompute_activations': 'recompute_granularity',
+    'bias_swiglu_fusion': 'bias_activation_fusion', 'bias_gelu_fusion': 'bias_activation_fusion', 'overlap_p2p_comm': 'batch_p2p_comm',
+    'cpu_offloading_num_layers': 'cpu_offloading', 'bf16': 'params_dtype', 'fp16': 'pipeline_dtype',
+}
 # One legal value, accepted because Megatron-LM's scripts say it.
 ONE_VALUE = {'ckpt_format'}
 # Fusions that core refuses to build without Transformer Engine: their keyword arguments are compared instead.
@@ -161,7 +171,7 @@ def test_a_value_other_than_the_default_changes_the_built_config(core, tmp_path)
     """One line of flags per option: parsed, built, compared with the same line without that option."""
     from megatron_patch.training.settings import parse
 
-    bases, dead, only_kwargs, broken = {}, [], [], []
+    bases, dead, only_kwargs, broken, stuck = {}, [], [], [], []
     (tmp_path / 'config.yaml').write_text('hidden-dropout: 0.25\n')
     for option in core.values():
         if option.dest in ONE_VALUE:
@@ -176,10 +186,14 @@ def test_a_value_other_than_the_default_changes_the_built_config(core, tmp_path)
         except ValueError as error:
             broken.append(f'{option.dest}: {error}')
             continue
+        # Every class that has the field takes it, not only one of them.
+        stuck += [f'{kind}.{field} ignores {line}' for kind, fields in changed[1].items()
+                  for field in {option.dest, RENAMED.get(option.dest)} & set(fields) if fields[field] == base[1][kind].get(field)]
         if changed[2].keys() == base[2].keys() and changed[0] != base[0]:
             continue
         (only_kwargs if changed[1] != base[1] else dead).append((option.dest, {**base[2], **changed[2]}))
     assert not broken, '\n'.join(broken)
+    assert not stuck, '\n'.join(stuck)
     assert not dead, '\n'.join(map(str, dead))
     unexpected = {dest: errors for dest, errors in only_kwargs
                   if dest not in REFUSED or not says(REFUSED[dest], errors)}
