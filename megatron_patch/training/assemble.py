@@ -11,7 +11,7 @@ import torch
 from megatron_patch import layout, parallel, platform, upstream
 from megatron_patch.model import build_chunks
 from megatron_patch.optim.build import build_optimizer
-from megatron_patch.training.length import Length, check_micro_batches, run_length
+from megatron_patch.training.length import Length, check_layout, run_length
 from megatron_patch.training.loss import ForwardStep
 from megatron_patch.training.model_source import is_half, layout_sizes, optimizer_config
 from megatron_patch.training.schedule import build_scheduler
@@ -47,7 +47,7 @@ def assemble(settings, config: ModelConfig, world_size: int, *, load_weights: bo
     layout.check(config, world_size, settings.data.seq_length)
     length = run_length(settings, layout_sizes(config, world_size)["dp"], config.max_position_embeddings)
     layout.check(config, world_size, length.seq_length)
-    check_micro_batches(length, config)
+    check_layout(length, config)
     optimizer_settings = optimizer_config(settings, config)
     parallel.initialize(config, seed=settings.run.seed)
     at = parallel.place()

@@ -46,9 +46,12 @@ def run_length(settings, data_parallel: int, max_position_embeddings: int | None
     return Length(run.micro_batch_size, batch, data_parallel, seq_length, iterations, run.eval_interval, run.eval_iters or 0)
 
 
-def check_micro_batches(length: Length, config) -> None:
-    """Raise ValueError when interleaved stages cannot share out the micro-batches."""
-    stages = config.pipeline_model_parallel_size
+def check_layout(length: Length, config) -> None:
+    """Raise ValueError for a layout that works without a backward pass or with other batch sizes, but not for this run."""
+    stages, tp = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    if config.get("num_moe_experts") and tp > 1 and not config.sequence_parallel:
+        raise ValueError(f"training a mixture of experts with tensor-model-parallel-size {tp} needs --sequence-parallel; add it, or use "
+                         "TP 1 and --expert-model-parallel-size.")
     if config.virtual_pipeline_model_parallel_size and length.micro_batches % stages:
         raise ValueError(f"virtual pipeline stages need micro-batches per iteration ({length.micro_batches}) to be a multiple of "
                          f"pipeline-model-parallel-size {stages}: --global-batch-size {length.global_batch} / (--micro-batch-size "

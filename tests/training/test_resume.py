@@ -1,0 +1,58 @@
+"""A resumed run is the uninterrupted one, bit for bit; in another layout it goes on with the same loss."""
+
+import itertools
+
+import pytest
+
+from tests.groups import run_ranks
+
+JOBS = "tests.training.jobs"
+LAYOUTS = {"tp2": "llama", "pp2vpp2": "llama", "dp2": "llama", "ep2": "qwen3_moe"}
+DTYPES = ("fp32", "bf16", "fp16")
+# One case per layout and per dtype in CI; the product runs with `full`.
+SHORT = [("tp2", "bf16"), ("pp2vpp2", "fp16"), ("dp2", "fp32"), ("ep2", "bf16"), ("dp2", "fp16")]
+
+
+def two_rank_cases(pairs):
+    return [[LAYOUTS[layout], layout, dtype, {}] for layout, dtype in pairs]
+
+
+@pytest.mark.timeout(300)
+def test_one_rank(models, data, tmp_path):
+    """6 steps == 3 + resume + 3 on one rank, fp32, bf16, fp16: losses, norms, scale, weights and moments, bitwise. Mutants: the
+    schedule, the loss scaler or the data position not restored."""
+    cases = [["llama", "one", dtype, dict(hidden_dropout=0.1)] for dtype in DTYPES]
+    found = run_ranks(1, f"{JOBS}:resume_bitwise", models, data, str(tmp_path), cases)[0]
+    assert len(found) == 3 and all(found.values()), found
+
+
+@pytest.mark.timeout(500)
+def test_two_ranks(models, data, tmp_path):
+    """The same on TP2, PP2VPP2, DP2 and EP2, every layout and every dtype once (B74, B77)."""
+    results = run_ranks(2, f"{JOBS}:resume_bitwise", models, data, str(tmp_path), two_rank_cases(SHORT), timeout=500)
+    assert all(len(found) == len(SHORT) and all(found.values()) for found in results), results
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_two_ranks_every_dtype(models, data, tmp_path):
+    """The whole product of layouts and dtypes."""
+    pairs = list(itertools.product(LAYOUTS, DTYPES))
+    results = run_ranks(2, f"{JOBS}:resume_bitwise", models, data, str(tmp_path), two_rank_cases(pairs), timeout=1200)
+    assert all(len(found) == len(pairs) and all(found.values()) for found in results), results
+
+
+@pytest.mark.timeout(500)
+def test_other_layouts(models, data, tmp_path):
+    """PP2 -> TP2, DP2 and EP2 with the optimizer, many buckets and one (B73, B80): the losses after the resume within 1e-5 of the
+    uninterrupted run; a layout-bound checkpoint is refused with the flag to use. Mutant: moments not loaded."""
+    results = run_ranks(2, f"{JOBS}:resume_elsewhere", models, data, str(tmp_path), timeout=500)
+    far = {name: value for result in results for name, value in result.items() if not value <= 1e-5}
+    assert len(results[0]) == 5 and not far, results
+
+
+@pytest.mark.timeout(400)
+def test_parts_and_errors(models, data, tmp_path):
+    """--finetune, --no-load-optim, --no-load-rng, --no-save-optim, --no-save-rng, --use-checkpoint-args; a missing, damaged or
+    unfitting checkpoint is named in the error; async saves are published when complete and drained at the end (B83)."""
+    run_ranks(2, f"{JOBS}:checkpoint_parts", models, data, str(tmp_path), timeout=400)
