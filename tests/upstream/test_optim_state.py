@@ -4,7 +4,7 @@ import pytest
 
 from tests.groups import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]  # the first test of a world runs all its cases
 
 ONE = (
     "take",
@@ -54,7 +54,7 @@ def result(tmp_path_factory):
     def of(world, case):
         for size in (2, world):
             if size not in done:
-                done[size] = run_ranks(size, "tests.upstream.optim_cases:run", WORLDS[size], folder, timeout=280)
+                done[size] = run_ranks(size, "tests.upstream.optim_cases:run", WORLDS[size], folder, timeout=380)
         return [rank[case] for rank in done[world]]
 
     return of
