@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint.inert import reason
 from megatron_patch.checkpoint.safetensors_file import SafetensorsFile
 from megatron_patch.checkpoint.source import Source
 
@@ -162,7 +163,8 @@ def _load_bin(path: Path) -> dict:
                 raise
             found = torch.load(path, map_location="cpu", weights_only=True)  # written before torch's zip format
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a torch file of plain tensors: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path} cannot be read as a torch file of plain tensors ({reason(error)}); convert it to safetensors "
+                         f"where it came from.") from None
     if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{path} holds a {type(found).__name__}, not a dict of tensors; expected what save_pretrained writes.")
     return dict(found)

@@ -47,6 +47,13 @@ class InertUnpickler(pickle.Unpickler):
         return _stand_in(name)
 
 
+def reason(error: Exception) -> str:
+    """One line of a torch.load error, without its advice to run the file's code."""
+    lines = str(error).splitlines() or [""]
+    told = next((line.strip() for line in lines if "GLOBAL" in line or "Unpickler error" in line), lines[0].strip())
+    return f"{type(error).__name__}: {told}"
+
+
 def load_weights_only(file, what: str):
     """torch.load(weights_only) of ``file`` with unknown classes as :class:`Inert`. Raises ValueError naming ``what``."""
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -58,5 +65,5 @@ def load_weights_only(file, what: str):
         with safe_globals([Namespace, *[(_stand_in(name), name) for name in unknown]]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); copy it again, or load "
+        raise ValueError(f"{what} cannot be read ({reason(error)}); copy it again, or load "
                          f"and save the checkpoint once with the program that wrote it.") from None

@@ -11,7 +11,7 @@ from megatron_patch.checkpoint.source import shorten
 from megatron_patch.checkpoint.torch_dist_keys import DiskTensor, disk_tensors
 from megatron_patch.checkpoint.torch_dist_read import TorchDist
 
-BLOCK = 8 << 20
+BLOCK = 4 << 20
 MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 

@@ -1,0 +1,141 @@
+"""kill -9 at any moment of a conversion leaves nothing that loads, or the whole; the next run succeeds. Memory stays small."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from megatron_patch.checkpoint import convert, output, torch_dist_read
+from megatron_patch.checkpoint.folder import HfFolder
+from tests.checkpoint import small
+from tests.checkpoint.test_others import same_checkpoint
+
+MOMENTS = 12
+
+
+def killed_at(moment, work):
+    """Run ``work`` in a child that kills itself at the ``moment``-th step; True when it was killed, False when it got through."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _arm(moment)
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(7)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"the child failed at moment {moment}"
+    return os.WIFSIGNALED(status)
+
+
+def _arm(moment):
+    """Before each step that touches the disk, count; at ``moment`` die as by kill -9."""
+    left = [moment]
+
+    def step(original):
+        def run(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return run
+
+    for module, name in ((os, "fsync"), (os, "preadv"), (output, "write_file"), (output, "publish"), (output, "sync_folder")):
+        setattr(module, name, step(getattr(module, name)))
+    for name in ("rename", "rmdir", "mkdir"):
+        setattr(output.Path, name, step(getattr(output.Path, name)))
+
+
+def moments(total):
+    """About MOMENTS of ``total``, the last ones all."""
+    return sorted({*range(0, total, max(1, total // MOMENTS)), *range(max(0, total - 8), total)})
+
+
+def steps_of(work):
+    """How many steps ``work`` has, by bisection on children that are killed."""
+    low, high = 0, 1
+    while killed_at(high, lambda n=high: work(f"probe{n}")):
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if killed_at(middle, lambda n=middle: work(f"bisect{n}")) else (low, middle)
+    return high
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
+    _both_ways(made, tmp_path / "warm")  # children must not spend their time on imports
+    return made
+
+
+def _both_ways(folder, out):
+    convert.hf_to_megatron(folder, out / "m")
+    convert.megatron_to_hf(out / "m", folder, out / "b")
+
+
+def test_kill_during_hf_to_megatron(folder, tmp_path):
+    """At every moment the output either has no checkpoint at all or the complete one, and a second run works."""
+    total = steps_of(lambda name: convert.hf_to_megatron(folder, tmp_path / name))
+    assert total > 20
+    for moment in moments(total):
+        out = tmp_path / f"m{moment}"
+        assert killed_at(moment, lambda out=out: convert.hf_to_megatron(folder, out))
+        if not out.exists():
+            with pytest.raises(ValueError, match="no Megatron checkpoint"):
+                torch_dist_read.find(out)
+            convert.hf_to_megatron(folder, out)
+        convert.megatron_to_hf(out, folder, tmp_path / f"b{moment}")
+        same_checkpoint(folder, tmp_path / f"b{moment}")
+        assert not list(tmp_path.glob(f".m{moment}*"))
+
+
+def test_kill_during_megatron_to_hf(folder, tmp_path):
+    """The exported folder is absent or complete, and a second run works."""
+    convert.hf_to_megatron(folder, tmp_path / "m")
+    total = steps_of(lambda name: convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / name))
+    for moment in moments(total):
+        out = tmp_path / f"b{moment}"
+        assert killed_at(moment, lambda out=out: convert.megatron_to_hf(tmp_path / "m", folder, out))
+        if not out.exists():
+            with pytest.raises(ValueError, match="not a folder"):
+                HfFolder(out)
+            convert.megatron_to_hf(tmp_path / "m", folder, out)
+        same_checkpoint(folder, out)
+        assert not list(tmp_path.glob(f".b{moment}*"))
+
+
+def _peak_growth(work):
+    """How many bytes the peak memory of a child grows over what it has at the start."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            before = _status("VmRSS")
+            work()
+            os.write(write, str(_status("VmHWM") - before).encode())
+            os._exit(0)
+        except BaseException:
+            os._exit(7)
+    assert os.waitpid(child, 0)[1] == 0
+    return int(os.read(read, 40))
+
+
+def _status(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def test_memory_does_not_follow_tensor_size(tmp_path):
+    """Converting 64 MB tensors, with and without a cast, grows a process by less than one of them."""
+    config = {**small.LLAMA, "vocab_size": 1 << 20}
+    folder = small.write(tmp_path / "x", config, small.tensors(config))
+    _both_ways(folder, tmp_path / "warm")  # imports
+    for dtype in (None, torch.bfloat16):
+        name = f"m{dtype}"
+        assert _peak_growth(lambda name=name, dtype=dtype: convert.hf_to_megatron(folder, tmp_path / name, dtype)) < 48 << 20
+        assert _peak_growth(lambda name=name: convert.megatron_to_hf(tmp_path / name, folder, tmp_path / f"b{name}")) < 48 << 20
