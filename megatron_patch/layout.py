@@ -98,21 +98,28 @@ def _layout_counts(config, pp):
 
 def check(config, world_size: int | None = None, seq_length: int | None = None) -> None:
     """Raise ValueError for the first layout mistake: both numbers and what to do. Sizes only, no process group."""
-    _check_world(config, world_size)
+    _check_sizes(config)
     _check_tensor(config)
     _check_experts(config)
     _check_pipeline(config)
     _check_sequence(config, seq_length)
+    if world_size is not None:
+        _check_world(config, world_size)
+
+
+def _sizes(config) -> dict:
+    return dict(TP=config.tensor_model_parallel_size, PP=config.pipeline_model_parallel_size, CP=config.context_parallel_size,
+                EP=config.expert_model_parallel_size, ETP=config.expert_tp)
+
+
+def _check_sizes(config):
+    for name, size in _sizes(config).items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, found {size!r}.")
 
 
 def _check_world(config, world_size):
-    sizes = dict(TP=config.tensor_model_parallel_size, PP=config.pipeline_model_parallel_size, CP=config.context_parallel_size,
-                 EP=config.expert_model_parallel_size, ETP=config.expert_tp)
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, found {size!r}.")
-    if world_size is None:
-        return
+    sizes = _sizes(config)
     dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
     if world_size % dense:
         raise ValueError(f"world size {world_size} is not a multiple of TP {sizes['TP']} x PP {sizes['PP']} x CP {sizes['CP']} = {dense}; "

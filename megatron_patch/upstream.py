@@ -88,23 +88,23 @@ TRAPS = (
     Trap(
         "MLA gradients under tensor parallelism",
         "transformer/multi_latent_attention.py",
-        "the gradient of the shared rotary key is not summed over the TP ranks",
-        "replicated down projections; MLA with TP > 1 needs sequence parallelism",
-        "tests/parallel",
+        "the gradient of the shared rotary key is not summed over the TP ranks; without SP, q_layernorm's is summed once too often",
+        "layers/mla.py: down-projections whole on every rank, the shared key's gradient summed there, latent norms averaged",
+        "tests/parallel/test_features.py",
     ),
     Trap(
         "reshardable optimizer state with padded buckets",
         "optimizer/distrib_optimizer.py, get_parameter_state_dp_zero",
         "with several buckets and padding, main parameters and moments are saved shifted: a resumed run starts from garbage",
         "our DistributedOptimizer keeps the padding out of the offsets",
-        "tests/upstream",
+        "tests/upstream/test_optim_checkpoint.py",
     ),
     Trap(
         "2-tuple loss under context parallelism",
         "pipeline_parallel/schedules.py, forward_step_calc_loss",
         "gradients are multiplied by the context-parallel size",
         "the loss function returns (sum, tokens, report), with calculate_per_token_loss=True",
-        "tests/parallel",
+        "tests/training",
     ),
     Trap(
         "reduce_scatter_with_fp32_accumulation is process-wide",

@@ -5,6 +5,7 @@
 Starts its own ranks. Exit 0: equal within the tolerance; 1: not, or an error.
 """
 
+import math
 import os
 import sys
 
@@ -40,19 +41,19 @@ def _fields(args) -> dict:
 
 def main(argv=None) -> None:
     """Entry point; exits 0 when the two models agree, else 1."""
-    console.run(_command, argv)
+    console.run(command, argv)
 
 
-def _command(argv=None) -> int:
+def command(argv=None) -> int:
     """Parent: check the layout and start the ranks. Rank: compare; rank 0 prints."""
     args = _parser().parse_args(argv)
     console.start(args.platform)
     from megatron_patch import layout, load_config
 
     config = load_config(args.hf, **_fields(args))
-    multiple = config.expert_model_parallel_size * config.expert_tp if config.get("num_moe_experts") else 1
-    world = config.tensor_model_parallel_size * config.context_parallel_size
-    world = max(world, multiple) * config.pipeline_model_parallel_size
+    experts = config.expert_model_parallel_size * config.expert_tp if config.get("num_moe_experts") else 1
+    dense = config.tensor_model_parallel_size * config.context_parallel_size
+    world = math.lcm(dense, experts) * config.pipeline_model_parallel_size
     layout.check(config, world)
     if "RANK" not in os.environ:
         from megatron_patch.launch import run_module

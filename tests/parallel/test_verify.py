@@ -1,0 +1,48 @@
+"""verify passes for the original and fails, naming the layer, for weights that are not: a check that can fail."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+from safetensors.torch import load_file, save_file
+
+from tests.groups import run_ranks
+
+
+def convert(folder, out):
+    """A Megatron checkpoint of an HF folder, by our converter."""
+    subprocess.run([sys.executable, "-m", "toolkits.convert", "hf-to-megatron", "--hf", folder, "--out", out], check=True, timeout=120)
+    return str(out)
+
+
+def test_original_passes_and_a_swap_fails(zoo, tmp_path):
+    """Gate and up swapped in layer 2: no shape changes, no round trip sees it; the report names layer 2 and fails."""
+    bad = tmp_path / "bad"
+    shutil.copytree(zoo["llama"], bad, ignore=shutil.ignore_patterns("gradients", "expected.pt"))
+    weights = load_file(bad / "model.safetensors")
+    gate, up = (f"model.layers.2.mlp.{p}_proj.weight" for p in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+    save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
+    checkpoints = [None, convert(zoo["llama"], tmp_path / "m"), convert(bad, tmp_path / "mbad")]
+    own, converted, wrong = run_ranks(1, "tests.parallel.verify_cases:reports", zoo["llama"], checkpoints)[0]
+    for report in (own, converted):
+        assert report["passed"] and report["greedy_identical"] and report["first_layer_that_departs"] is None
+        assert report["max_logit_difference"] <= 1e-4 and abs(report["loss_hf"] - report["loss_megatron"]) <= 1e-4
+        assert report["greedy_smallest_gap"] > 1e-3
+    assert not wrong["passed"] and wrong["first_layer_that_departs"] == 2
+
+
+MISTAKES = [
+    (["--tp", "3"], "num_attention_heads 4 is not divisible by TP 3"),
+    (["--pp", "3"], "4 layers .* cannot be split evenly over PP 3"),
+    (["--ep", "2"], "needs a mixture-of-experts"),
+    (["--ckpt", "nowhere"], "nowhere is no Megatron checkpoint"),
+    (["--transformer-impl", "te"], "'te' needs Transformer Engine")]
+
+
+def test_mistakes_are_found_before_ranks_start(zoo):
+    """Layout, path and backend mistakes: one line at argument time."""
+    found = run_ranks(1, "tests.parallel.verify_cases:mistakes", zoo["llama"], [arguments for arguments, _ in MISTAKES])[0]
+    for (arguments, message), error in zip(MISTAKES, found):
+        assert error and re.search(message, error), (arguments, error)
