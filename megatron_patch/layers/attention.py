@@ -2,7 +2,7 @@
 
 Shape suffixes: S query length, K key length, B batch, N heads, G key/value groups, D head dim, T packed tokens.
 Context parallelism gathers keys and values (their gradient is a reduce-scatter); each rank holds chunks r and
-2*size-1-r of the sequence, as upstream slices its batches.
+2*size-1-r of the sequence, as upstream slices its batches. flash-attn does the work where it can (layers/flash.py).
 """
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_patch.layers import flash
 from megatron_patch.layers.masks import documents, same_document, visible, zigzag
 
 
@@ -35,6 +36,7 @@ class CoreAttention(MegatronModule):
         self.cp_group = _cp_group(pg_collection) if self.cp_size > 1 else None
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         self.window = tuple(config.window_size) if slides else None
+        self.flash = flash.kernels(config)
         if getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise ValueError(f"softmax_type '{config.softmax_type}' has no native attention; expected 'vanilla'.")
 
@@ -49,13 +51,15 @@ class CoreAttention(MegatronModule):
         if self.cp_size > 1:
             return self._context_parallel(query, key, value, attention_mask, kind)
         causal = _is_causal(kind)
+        if (causal or attention_mask is None) and not _is_ids(attention_mask) and self._can_flash(query, key, value):
+            return self._flash(query, key, value, causal).flatten(2)
         out = self._sdpa(query, key, value, *self._mask(query, key, attention_mask, causal))
         return out.flatten(2)
 
     def _mask(self, query, key, attention_mask, causal):
         """(mask or None, is_causal) for one whole sequence; queries are the last of the keys when decoding."""
         s, k = query.shape[0], key.shape[0]
-        ids = attention_mask is not None and not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool
+        ids = _is_ids(attention_mask)
         windowed = self.window is not None and max(self.window) < k - 1
         if not ids and (attention_mask is None or causal) and not windowed:
             if s == k or not causal:
@@ -78,10 +82,13 @@ class CoreAttention(MegatronModule):
         for chunk, part in ((rank, query[:half]), (2 * size - 1 - rank, query[half:])):
             first = chunk * half
             seen = first + half if causal else key.shape[0]
+            if causal and not _is_ids(attention_mask) and self._can_flash(query, key, value):
+                outs.append(self._flash(part, key[:seen], value[:seen], causal))
+                continue
             q_S = torch.arange(first, first + half, device=query.device)
             k_S = torch.arange(seen, device=query.device)
             mask = visible(q_S, k_S, causal=causal, window=self.window)
-            if attention_mask is not None and attention_mask.dtype != torch.bool:
+            if _is_ids(attention_mask):
                 docs = attention_mask.to(query.device)
                 mask = mask & same_document(docs[:, first:first + half], docs[:, :seen])
             outs.append(self._sdpa(part, key[:seen], value[:seen], mask, False))
@@ -93,6 +100,9 @@ class CoreAttention(MegatronModule):
         bounds = (params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q).tolist()
         if self.cp_size > 1:
             return self._packed_context_parallel(query, key, value, bounds)
+        if self._can_flash(query, key, value):
+            run = lambda: flash.packed(self.flash[1], query, key, value, bounds, **self._flash_options(True))  # noqa: E731
+            return self._dropping(run).flatten(1)
         parts = []
         for low, high in zip(bounds[:-1], bounds[1:]):
             doc = [t[low:high].unsqueeze(1) for t in (query, key, value)]
@@ -113,24 +123,40 @@ class CoreAttention(MegatronModule):
         out = self._sdpa(query.unsqueeze(1), keys[order].unsqueeze(1), values[order].unsqueeze(1), mask, False)
         return out.flatten(2).squeeze(1)
 
+    def _can_flash(self, query, key, value) -> bool:
+        return self.flash is not None and flash.usable(query, key, value)
+
+    def _flash_options(self, causal) -> dict:
+        return flash.options(causal=causal, window=self.window, scale=self.softmax_scale, dropout=self.dropout if self.training else 0.0,
+                             deterministic=torch.are_deterministic_algorithms_enabled() or bool(self.config.deterministic_mode))
+
+    def _flash(self, query, key, value, causal):
+        return self._dropping(lambda: flash.dense(self.flash[0], query, key, value, **self._flash_options(causal)))
+
     def _sdpa(self, q_SBND, k_KBGD, v_KBGD, mask, is_causal):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_KBGD, v_KBGD))
-        dropout = self.dropout if self.training else 0.0
-        run = lambda: F.scaled_dot_product_attention(  # noqa: E731
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1])
-        if dropout and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                out = run()
-        else:
-            out = run()
+        out = self._dropping(lambda: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal, scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1]))
         return out.permute(2, 0, 1, 3)
+
+    def _dropping(self, run):
+        """``run()``; its dropout draws from core's tracker, with a state of its own per tensor-parallel rank."""
+        if self.dropout and self.training and not self.config.sequence_parallel:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                return run()
+        return run()
 
 
 def _cp_group(pg_collection):
     if pg_collection is not None and getattr(pg_collection, "cp", None) is not None:
         return pg_collection.cp
     return parallel_state.get_context_parallel_group()
+
+
+def _is_ids(attention_mask) -> bool:
+    """Whether the mask holds document ids."""
+    return attention_mask is not None and not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool
 
 
 def _is_causal(kind) -> bool:
