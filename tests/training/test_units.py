@@ -1,0 +1,128 @@
+"""Parts of the training loop that need no process group: loss, schedule, lengths, metrics, footprint, errors at argument time."""
+
+import json
+
+import pytest
+import torch
+
+
+def settings(*argv):
+    from megatron_patch.training.settings import parse
+
+    base = ["--mock-data", "--micro-batch-size", "1", "--seq-length", "32", "--train-iters", "10", "--lr", "1e-3"]
+    return parse([*base, *argv])
+
+
+def test_loss_is_a_token_mean():
+    """Micro-batches with losses {4} and {1, 1, 1}: 1.75, not 2.5; a masked nan does not count (B113)."""
+    from megatron_patch.training.loss import token_loss
+
+    first = token_loss(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[4.0, float("nan"), 7.0]]))
+    second = token_loss(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 1.0]]))
+    total, count = (sum(float(part[index]) for part in (first, second)) for index in (0, 1))
+    report = first[2]["lm_loss"] + second[2]["lm_loss"]
+    assert total / count == 1.75 and float(report[0] / report[1]) == 1.75
+    assert first[1].dtype == torch.int
+
+
+@pytest.mark.parametrize(("argv", "warmup", "decay", "wsd"), [
+    ([], 0, 40, None),
+    (["--lr-decay-iters", "8", "--lr-warmup-iters", "2"], 8, 32, None),
+    (["--lr-warmup-fraction", "0.25"], 10.0, 40, None),
+    (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "3"], 0, 40, 12),
+])
+def test_schedule_counts_samples(argv, warmup, decay, wsd):
+    """Warm-up, decay and weight-decay lengths in samples, worked out by hand for a global batch of 4."""
+    from megatron_patch.training.length import run_length
+    from megatron_patch.training.schedule import schedule_steps
+
+    found = settings("--global-batch-size", "4", *argv)
+    steps = schedule_steps(found.schedule, run_length(found, 1))
+    assert steps == dict(lr_warmup_steps=warmup, lr_decay_steps=decay, wd_incr_steps=40, wsd_decay_steps=wsd)
+
+
+def test_schedule_in_samples():
+    """--train-samples 42 at a batch of 4 is 10 iterations; decay and warm-up are given in samples."""
+    from megatron_patch.training.length import run_length
+    from megatron_patch.training.schedule import schedule_steps
+    from megatron_patch.training.settings import parse
+
+    found = parse(["--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "32", "--lr", "1e-3",
+                   "--train-samples", "42", "--lr-warmup-samples", "6"])
+    length = run_length(found, 1)
+    assert length.train_iters == 10
+    assert schedule_steps(found.schedule, length) == dict(lr_warmup_steps=6, lr_decay_steps=42, wd_incr_steps=42, wsd_decay_steps=None)
+
+
+def test_lengths_and_their_errors():
+    """Micro-batches per rank, samples per split, and batch sizes that do not fit, with numbers and a way out."""
+    from megatron_patch.training.length import run_length
+
+    length = run_length(settings("--global-batch-size", "12", "--eval-interval", "4", "--eval-iters", "2"), 3)
+    assert (length.micro_batches, length.samples()) == (4, (120, 72, 24))
+    with pytest.raises(ValueError, match=r"--global-batch-size 10 .* 3 = 3; choose 12"):
+        run_length(settings("--global-batch-size", "10"), 3)
+    with pytest.raises(ValueError, match="warm-up must be shorter"):
+        from megatron_patch.training.schedule import schedule_steps
+
+        found = settings("--lr-warmup-iters", "10")
+        schedule_steps(found.schedule, run_length(found, 1))
+
+
+def test_metrics_go_on_after_a_resume(tmp_path):
+    """Lines after the checkpoint's iteration, and one cut short by a kill, are dropped; a new run starts an empty file."""
+    from megatron_patch.training.metrics import Metrics, read
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"iteration": n, "lm_loss": n}) + "\n" for n in range(1, 6)) + '{"iteration": 6, "lm_')
+    again = Metrics(path, start=3)
+    again.write({"iteration": 4, "lm_loss": 40})
+    again.close()
+    assert [(line["iteration"], line["lm_loss"]) for line in read(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    Metrics(path).close()
+    assert read(path) == []
+
+
+def test_dry_run(models, data, capsys):
+    """Exit code 0 and the table of a good plan; a layout that 64 ranks cannot have is refused on one process (B66)."""
+    from megatron_patch import pretrain
+
+    good = ["--platform", "cpu", "--dry-run", "--world-size", "8", "--hf-model", models["llama"], "--data-path", data, "--seq-length", "32",
+            "--micro-batch-size", "1", "--train-iters", "3", "--lr", "1e-3", "--tensor-model-parallel-size", "2"]
+    assert run_main(pretrain, good) == 0
+    assert "dry run: ok" in capsys.readouterr().out
+    for change, words in (
+            (["--world-size", "64", "--tensor-model-parallel-size", "8"], "num_attention_heads 4"),
+            (["--world-size", "63"], "63"),
+            (["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "4"], "virtual stages"),
+            (["--data-path", data + "x"], "no such file"),
+            (["--transformer-impl", "te"], "pip install"),
+            (["--load", "/nowhere"], "/nowhere"),
+            (["--global-batch-size", "3"], "--global-batch-size 3"),
+            (["--num-layers", "6"], "--num-layers 6")):
+        assert run_main(pretrain, [*good, *change]) == 1, change
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, (change, error)
+
+
+def run_main(pretrain, argv) -> int:
+    with pytest.raises(SystemExit) as end:
+        pretrain.main(argv)
+    return end.value.code
+
+
+@pytest.mark.parametrize(("model", "sizes"), [
+    ("llama", dict(tensor_model_parallel_size=2)), ("llama_tied", dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)),
+    ("qwen3_moe", dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1))])
+def test_optimizer_bytes(models, model, sizes):
+    """Adam's moments are 8 bytes a parameter over the data-parallel ranks of its kind, 12 with an fp32 copy."""
+    from megatron_patch.training.footprint import stage_sizes
+    from megatron_patch.translate import load_config
+
+    config = load_config(models[model], **sizes)
+    for half, state in ((False, 8), (True, 12)):
+        for stage in stage_sizes(config, 8, distributed_optimizer=True, grad_bytes=4, half=half):
+            dense = 8 // config.tensor_model_parallel_size // config.pipeline_model_parallel_size
+            expert = 8 // config.expert_model_parallel_size
+            assert abs(stage.optimizer - (stage.dense * state / dense + stage.expert * state / expert)) < 2
+            assert (stage.weights, stage.gradients) == (stage.parameters * (2 if half else 4), stage.parameters * 4)
