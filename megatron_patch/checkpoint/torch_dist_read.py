@@ -179,7 +179,10 @@ def _check_format(folder):
 def _load_metadata(path):
     try:
         with path.open("rb") as file:
-            return InertUnpickler(file).load()
+            meta = InertUnpickler(file).load()
+        if not isinstance(meta.storage_data, dict) or not isinstance(meta.state_dict_metadata, dict):
+            raise ValueError("no table of tensors in it")
+        return meta
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); the checkpoint is incomplete.") from None
 

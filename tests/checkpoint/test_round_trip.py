@@ -110,6 +110,16 @@ def test_vocabulary_padding_never_leaves(tmp_path):
     assert HfFolder(back).shape("lm_head.weight") == (40, 16)
 
 
+def test_norm_before_experts_has_both_names(megatron):
+    """Native and TE models ask for that norm under different keys; both are there, as one blob, stacked and per layer."""
+    for case, at in (("qwen3_moe", "decoder.layers."), ("qwen2_moe", "decoder.layers.3.")):
+        disk = torch_dist_read.TorchDist(torch_dist_read.find(megatron[case]))
+        lead = (3,) if case == "qwen3_moe" else ()
+        native, te = (disk.rows(at + name, lead, 0, 64) for name in ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"))
+        assert torch.equal(native, te) and native.std() > 0.1
+        assert any(key.startswith(at + "self_attention.core_attention._extra_state/shard_") for key in disk.objects)
+
+
 def broken(weights, kind):
     if kind == "missing":
         del weights["model.layers.1.self_attn.k_proj.weight"]
