@@ -82,6 +82,7 @@ def checkpoint_args(job, progress) -> Namespace:
     weights-only reader takes them."""
     config, settings = job.config, job.settings
     values = {name: value for name, value in vars(settings.namespace()).items() if is_plain(value)}
+    values.update((name, value) for name, value in config.fields.items() if value is not None and is_plain(value))
     values.update((name, value) for name, value in vars(saved_args(config, config.get("params_dtype"))).items() if is_plain(value))
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
              "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel")

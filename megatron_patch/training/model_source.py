@@ -19,7 +19,7 @@ SAVED = tuple("""
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
     position_embedding_type rotary_base rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor
     rope_scaling_low_freq_factor rope_scaling_high_freq_factor rope_scaling_original_max_position_embeddings
-    rotary_seq_len_interpolation_factor max_position_embeddings normalization norm_epsilon apply_layernorm_1p
+    rotary_seq_len_interpolation_factor max_position_embeddings normalization layernorm_epsilon layernorm_zero_centered_gamma
     add_bias_linear add_qkv_bias qk_layernorm swiglu squared_relu untie_embeddings_and_output_weights
     apply_query_key_layer_scaling window_size window_attn_skip_freq num_experts moe_layer_freq moe_ffn_hidden_size
     moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
@@ -28,6 +28,8 @@ SAVED = tuple("""
     mtp_num_layers vocab_size padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
     moe_router_load_balancing_type moe_aux_loss_coeff family
 """.split())
+# Other names of the same, in checkpoints of Megatron-LM and of conversions.
+OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 
 def model_config(settings: Settings, vocab_size: int | None = None) -> ModelConfig:
@@ -42,7 +44,7 @@ def model_config(settings: Settings, vocab_size: int | None = None) -> ModelConf
         config = with_settings(load_config(settings.run.hf_model), settings)
     else:
         config = from_flags(settings, vocab_size)
-    return config.replace(calculate_per_token_loss=True)
+    return config.replace(calculate_per_token_loss=True, deallocate_pipeline_outputs=True)
 
 
 def from_flags(settings: Settings, vocab_size: int | None = None) -> ModelConfig:
@@ -117,9 +119,10 @@ def with_checkpoint_args(settings: Settings, saved: Any) -> Settings:
     from megatron_patch.training.flags_merge import ARCHITECTURE
     from megatron_patch.training.settings import build_settings
 
-    found = {name: value for name, value in vars(saved).items() if name in SAVED and value is not None}
+    values = {**{OLD_NAMES.get(name, name): value for name, value in vars(saved).items()}, **vars(saved)}
+    found = {name: value for name, value in values.items() if name in SAVED and value is not None}
     for name in sorted(set(found) & settings.given):
-        if name in ARCHITECTURE | {"num_experts", "norm_epsilon", "swiglu"} and settings.values[name] != found[name]:
+        if name in ARCHITECTURE | {"num_experts", "swiglu"} and settings.values[name] != found[name]:
             raise ValueError(f"--{name.replace('_', '-')} {settings.values[name]} contradicts the checkpoint, which has {found[name]}: "
                              "leave the flag out.")
     taken = {name: value for name, value in found.items() if name not in settings.given and name in settings.values}

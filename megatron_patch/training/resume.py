@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_patch.checkpoint.hf import bare
+from megatron_patch.checkpoint.saved_args import differences
 from megatron_patch.training.checkpoint_folder import Found
 from megatron_patch.training.checkpoint_state import model_state, restore_rng, rng_state, with_group
 
@@ -66,6 +67,7 @@ def load(job, found: Found, common: dict) -> Progress:
     Raises ValueError, naming the checkpoint, when it does not fit the model or its optimizer state cannot be used.
     """
     settings = job.settings
+    _check_model(job, found, common)
     parts = choose(found, common, settings, job.config)
     state, metadata = _template(job, found, common, parts)
     loaded = _read(state, found, settings)
@@ -82,6 +84,13 @@ def load(job, found: Found, common: dict) -> Progress:
     if not parts.optimizer and job.scheduler is not None:
         job.scheduler.step(increment=progress.iteration * job.length.global_batch)
     return progress
+
+
+def _check_model(job, found: Found, common: dict) -> None:
+    """Refuse a checkpoint of another model by its own arguments, before its tensors fail to fit."""
+    wrong = differences(common["args"], job.config) if common.get("args") is not None else []
+    if wrong:
+        raise ValueError(f"checkpoint {found.path} is of another model: {'; '.join(wrong)} (or in the flags).")
 
 
 def _template(job, found: Found, common: dict, parts: Parts) -> tuple[dict[str, Any], dict]:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def command(model, data, out, *flags):
     base = ["--platform", "cpu", "--hf-model", model, "--data-path", data, "--split", "90,10,0", "--seq-length", "32",
-            "--micro-batch-size", "1", "--lr", "1e-3", "--lr-decay-iters", "5000", "--num-workers", "0", "--save", str(out / "ck"), "--load", str(out / "ck"),
+            "--micro-batch-size", "1", "--lr", "1e-3", "--lr-decay-iters", "5000", "--num-workers", "0", "--save",
+            str(out / "ck"), "--load", str(out / "ck"),
             "--save-interval", "1000", "--log-interval", "1", "--override-opt-param-scheduler"]
     return [sys.executable, "-m", "megatron_patch.pretrain", *base, *flags]
 
