@@ -177,3 +177,24 @@ def sensitivity(folders: dict) -> dict:
 
 def _distance(ours, theirs) -> float:
     return (ours - theirs).abs().max().item()
+
+
+def round_trip(folders: dict, layouts: list, out: str) -> dict:
+    """{'case/layout': [largest relative difference, its tensor, config fields that differ]} of load_hf then save_hf, on rank 0."""
+    import json
+
+    import torch.distributed as dist
+
+    from megatron_patch import save_hf
+
+    found = {}
+    for layout in layouts:
+        for case, folder in folders.items():
+            _, chunks = load(folder, layout)
+            target = f"{out}/{case}-{layout}"
+            save_hf(chunks, target, folder)
+            if dist.get_rank() == 0:
+                theirs, ours = (json.loads(Path(f, "config.json").read_text()) for f in (folder, target))
+                differ = sorted(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
+                found[f"{case}/{layout}"] = [*farthest(folder, target), differ]
+    return found

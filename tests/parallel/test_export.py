@@ -1,0 +1,27 @@
+"""load_hf then save_hf gives the folder back bitwise, with the same names and config fields, from every layout of a live model."""
+
+import pytest
+
+from tests.groups import run_ranks
+
+TARGET = "tests.parallel.parity:round_trip"
+
+
+def check(found):
+    """No tensor differs at all and no config field does."""
+    wrong = {k: v for k, v in found.items() if v[0] != 0 or v[2]}
+    assert found and not wrong, wrong
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world, layouts", [(2, ["tp2", "pp2vpp2"]), (4, ["tp4"])])
+def test_dense(zoo, tmp_path, world, layouts):
+    """Tied, untied, biased, q/k norms; vocabulary 1003 padded to 1024 never leaves; 2 key/value heads on 4 ranks (B12 to B18, B69)."""
+    check(run_ranks(world, TARGET, {k: zoo[k] for k in ("llama_tied", "llama_bias", "qwen3")}, layouts, str(tmp_path), timeout=600)[0])
+
+
+@pytest.mark.timeout(600)
+def test_experts(zoo, tmp_path):
+    """Each expert comes back as itself from EP2, expert-TP 2 and TP2+EP2 (B02, B31)."""
+    cases = {k: zoo[k] for k in ("mixtral", "qwen2_moe")}
+    check(run_ranks(2, TARGET, cases, ["ep2", "etp2", "tp2ep2", "pp2"], str(tmp_path), timeout=600)[0])
