@@ -47,14 +47,18 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
     Needs core's process groups (megatron_patch.parallel.initialize). Raises ValueError for layouts that do not work.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+
+    from megatron_patch.layers.activation import is_plain_swiglu
+    from megatron_patch.layers.head import ChunkedLossModel
 
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) before build_model.")
     core = transformer_config(config)
     block = spec.block_spec(core, layer_impl, vp_stage)
+    if layer_impl == "native":
+        core.use_te_activation_func = is_plain_swiglu(core)  # upstream's name for "the activation module in the spec"
     with replicated_projections() if layer_impl == "native" else contextlib.nullcontext():
-        model = GPTModel(
+        model = ChunkedLossModel(
             core, block, vocab_size=config.padded_vocab_size(), max_sequence_length=config.max_position_embeddings,
             pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=config.tied,
             position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
@@ -62,6 +66,8 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
     _use_rope_table(model, config)
     if post_process:
         hide_padding(model.output_layer, config.vocab_size, config.padded_vocab_size())
+        model.adopt_output_layer(config.vocab_size)
+        model.chunked_loss = layer_impl == "native"
     model.model_config, model.layer_impl = config, layer_impl
     return model.to(platform.current().device)
 

@@ -73,7 +73,7 @@ def _rewrite(node, swaps):
         out = copy.copy(node)
         for f in dataclasses.fields(node):
             setattr(out, f.name, _rewrite(getattr(node, f.name), swaps))
-        return _replicate_latents(out)
+        return _own_activation(_replicate_latents(out))
     if isinstance(node, (list, tuple)):
         return type(node)(_rewrite(v, swaps) for v in node)
     if isinstance(node, dict):
@@ -90,6 +90,14 @@ def _replicate_latents(node):
         node.linear_q_down_proj = node.linear_kv_down_proj = ReplicatedLinear
         node.q_layernorm = LatentNorm if node.q_layernorm is Norm else node.q_layernorm
         node.kv_layernorm = LatentNorm if node.kv_layernorm is Norm else node.kv_layernorm
+    return node
+
+
+def _own_activation(node):
+    if hasattr(node, "linear_fc1") and hasattr(node, "activation_func"):
+        from megatron_patch.layers.activation import SwiGLU
+
+        node.activation_func = SwiGLU  # used where the config has use_te_activation_func, see model.py
     return node
 
 

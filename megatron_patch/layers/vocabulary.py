@@ -11,6 +11,8 @@ def hide_padding(output_layer, vocab_size: int, padded: int) -> None:
 
     def hide(module, args, output):
         logits, *rest = output
+        if not isinstance(logits, torch.Tensor):
+            return None  # hidden states on their way to the chunked loss, which leaves padded rows out itself
         width = logits.shape[-1]
         first = 0 if width == padded else _rank(module) * width
         real = min(max(vocab_size - first, 0), width)
