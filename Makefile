@@ -62,8 +62,8 @@ bench: env ## training speed against Hugging Face Transformers
 	@.venv/bin/python benchmarks/train_vs_hf.py $(ARGS)
 
 gpu: env ## on a machine with one GPU: tests marked gpu, parity in fp32 and bf16, tokens/s and MFU
-	@.venv/bin/python -m pytest -m gpu
-	@.venv/bin/python benchmarks/gpu.py $(ARGS)
+	@status=0; .venv/bin/python -m pytest -q -m gpu tests/gpu || status=1; \
+	  .venv/bin/python -m benchmarks.gpu $(ARGS) || status=1; exit $$status
 
 clean: ## remove the environments and what runs left
 	rm -rf .venv .venv-next .venv-017 .venv-018 runs build *.egg-info
