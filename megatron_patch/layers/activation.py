@@ -36,6 +36,10 @@ class SwiGLU(nn.Module):
         """[..., 2n] -> [..., n]."""
         return _SwiGLU.apply(x)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Nothing to store; upstream's MLP.sharded_state_dict asks every child for one."""
+        return {}
+
 
 def is_plain_swiglu(config) -> bool:
     """Whether the MLPs of a TransformerConfig compute SwiGLU and nothing else."""
