@@ -38,17 +38,18 @@ class Saver:
         """Write the checkpoint of ``progress.iteration``; with --async-save it is complete only after a later poll() or close()."""
         self.close()
         gather_parameters(job)
-        target = iteration_folder(self.root, progress.iteration)
+        iteration = progress.iteration  # it moves on while a background save is written
+        target = iteration_folder(self.root, iteration)
         if dist.get_rank() == 0:
             output.start(target)
         dist.barrier()
         metadata = content_metadata(self.settings)
         request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
-        self.last_saved = progress.iteration
+        self.last_saved = iteration
         if request is None:
-            self._publish(target, progress.iteration)
+            self._publish(target, iteration)
         else:
-            request.add_finalize_fn(lambda: self._publish(target, progress.iteration))
+            request.add_finalize_fn(lambda: self._publish(target, iteration))
             self._calls().schedule_async_request(request)
 
     def poll(self) -> None:

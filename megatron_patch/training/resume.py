@@ -112,10 +112,10 @@ def _template(job, found: Found, common: dict, parts: Parts) -> tuple[dict[str, 
 
 def _read(state, found: Found, settings):
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import CheckpointingException
     from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from torch.distributed.checkpoint.api import CheckpointException
 
     strategy = get_default_load_sharded_strategy(str(found.path))
     if settings.checkpoint.ckpt_fully_parallel_load:
@@ -124,7 +124,7 @@ def _read(state, found: Found, settings):
     # load() empties the dict it is given.
     try:
         out = dist_checkpointing.load(dict(state), str(found.path), strategy, strict=strict)
-    except (CheckpointingException, KeyError, OSError, RuntimeError) as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise ValueError(f"checkpoint {found.path} does not fit this model, or is damaged: {_line(error)}") from error
     return out[0] if isinstance(out, tuple) else out
 
