@@ -4,7 +4,7 @@ import torch
 
 
 def bodies(root: str) -> dict:
-    """What each body of tests/gpu/models.py returns for the tiny llama."""
+    """What each body of tests/gpu/models.py returns for the tiny llama, and what the tracker of places finds in them."""
     from pathlib import Path
 
     from tests.families import tiny
@@ -16,10 +16,85 @@ def bodies(root: str) -> dict:
     loss = tiny.save_gradients(model, folder / "gradients", ids, labels)
     torch.save({"tokens": ids, "labels": labels, "loss": loss}, folder / "expected.pt")
     prefix = data.__wrapped__(_Folders(root))
-    return dict(
+    found = dict(
         gradients=models.gradients(str(folder), f"{root}/out"), packed={d: models.packed(str(folder), d) for d in models.DTYPES},
         resume={d: models.resume(str(folder), prefix, f"{root}/{d}", d) for d in models.DTYPES},
         twenty=models.twenty_steps(str(folder), prefix))
+    return dict(found, places=_tracked(root, prefix), rules=_rules(), mutants=_mutants(f"{root}/mistral", prefix))
+
+
+def _tracked(root, data) -> dict:
+    """{body: [faults, tensors on the GPU, whether the result is that of an untracked run]}."""
+    from tests.gpu import models
+
+    folders = models.save_models(root, ["mistral", "qwen3_moe", "llama_tied"])
+    calls = {f"parity {case} {d}": lambda case=case, d=d: models.parity(case, folders[case], d)
+             for case, d in (("mistral", "fp32"), ("qwen3_moe", "bf16"), ("llama_tied", "fp32"))}
+    calls["packed"] = lambda: models.packed(folders["mistral"], "fp32")
+    for case, d in (("llama_tied", "bf16"), ("qwen3_moe", "fp32")):
+        calls[f"resume {case} {d}"] = lambda case=case, d=d: models.resume(folders[case], data, f"{root}/{case}-ck", d, steps=2)
+    return {name: _compared(call) for name, call in calls.items()}
+
+
+def _compared(call) -> list:
+    faults, count, result = _run(call)
+    return [faults, count, result == call()]
+
+
+def _run(call) -> tuple:
+    """(faults, tensors on the GPU, result) of a tracked call; Transformers' side of it is on the CPU and not tracked."""
+    from torch.overrides import _pop_mode_temporarily
+
+    from megatron_patch import verification
+    from tests.gpu.places import Places
+
+    huggingface, places = verification.huggingface, Places()
+
+    def outside(*args, **kwargs):
+        with _pop_mode_temporarily():
+            return huggingface(*args, **kwargs)
+
+    verification.huggingface = outside
+    try:
+        with places:
+            result = call()
+    finally:
+        verification.huggingface = huggingface
+    return places.faults, sum(place == "cuda" for place in places.places.values()), result
+
+
+def _rules() -> dict:
+    """{name: number of faults} of one call each; what CUDA takes gives 0."""
+    def host(*shape):
+        return torch.ones(*shape)
+
+    def device(*shape):
+        return torch.ones(*shape, device="cuda")
+
+    calls = dict(
+        same=lambda: device(2) + device(2).cuda() * host(2).to("cuda"), scalar=lambda: device(2) * torch.tensor(2.0),
+        index=lambda: device(3)[torch.tensor([0, 2])], copy=lambda: device(2).copy_(host(2)), back=lambda: device(2).cpu() + host(2),
+        follows=lambda: device(2) + torch.ones(2, device=device(2).device), reduce=lambda: torch.distributed.all_reduce(device(1)),
+        mixed=lambda: device(2) + host(2), mixed_list=lambda: torch.cat([device(2), host(2)]), moved=lambda: device(2) + device(2).cpu(),
+        numpy=lambda: device(2).numpy(), derived=lambda: (device(2) * 2)[:1] + torch.arange(1), host_reduce=lambda:
+        torch.distributed.all_reduce(host(1)))
+    return {name: len(_run(call)[0]) for name, call in calls.items()}
+
+
+def _mutants(folder, data) -> dict:
+    """{mutant: number of faults}: a batch that stays on the host, document ids that do."""
+    from unittest import mock
+
+    from megatron_patch.layers import attention, masks
+    from megatron_patch.training.loss import ForwardStep
+    from tests.gpu import models
+    from tests.training.jobs import train
+
+    with mock.patch.object(ForwardStep, "_move", lambda self, batch: {k: v.clone() for k, v in batch.items()}):
+        batch = len(_run(lambda: train(folder, data, train_iters=1))[0])
+    with mock.patch.object(attention, "same_document", lambda q, k: masks.same_document(q.cpu(), k.cpu())):
+        ids = len(_run(lambda: models.packed(folder, "fp32"))[0])
+    return dict(batch=batch, ids=ids)
 
 
 class _Folders:

@@ -33,7 +33,7 @@ def test_table(tmp_path):
 
 @pytest.mark.slow
 def test_bodies(tmp_path):
-    """Gradients, packing, training and resume as on the GPU hold on the CPU."""
+    """Gradients, packing, training and resume as on the GPU hold on the CPU, and mix no tensors of host and device."""
     (found,) = run_ranks(1, "tests.gpu.dry:bodies", str(tmp_path))
     loss, gap, _ = found["gradients"]
     assert loss <= 1e-4 and gap <= 1e-4
@@ -42,6 +42,11 @@ def test_bodies(tmp_path):
         assert ways["ids"] <= bound and ways["thd"] <= bound and ways["crossing"] > 3 * bound
         assert found["resume"][dtype]["bitwise"]
     assert found["twenty"] <= 1e-3
+    assert not {name: faults for name, (faults, _, _) in found["places"].items() if faults}
+    assert all(count > 0 and same for _, count, same in found["places"].values()), found["places"]
+    fine = ("same", "scalar", "index", "copy", "back", "follows", "reduce")
+    assert {name: count == 0 for name, count in found["rules"].items()} == {name: name in fine for name in found["rules"]}
+    assert found["mutants"]["batch"] > 0 and found["mutants"]["ids"] > 0
 
 
 def test_collected_and_never_passed_without_a_device():
