@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--json FILE]      under 6 minutes with the tests marked gpu (`make gpu`); needs CUDA and NCCL
     python -m benchmarks.gpu --dry-run          the same code on the CPU at toy sizes: its numbers say nothing about a GPU
 
-Exit 0: every row passed. 1: a row failed, or no device.
+Exit 0: every row passed. 1: a row failed, or no device. Written and dry-run on a machine without a GPU; no GPU has run it yet.
 """
 
 import subprocess
@@ -26,7 +26,10 @@ def _command(argv=None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU at toy sizes")
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    result = _measure(_start(args), args.dry_run)
+    try:
+        result = _measure(_start(args), args.dry_run)
+    finally:
+        _stop()
     result["seconds"] = round(time.perf_counter() - started, 1)
     _print(result)
     console.write_json(args.json, result)
@@ -47,12 +50,21 @@ def _start(args):
     return here
 
 
+def _stop() -> None:
+    import torch
+
+    if "megatron.core" in sys.modules and torch.distributed.is_initialized():
+        from megatron_patch.training.run import close_processes
+
+        close_processes()
+
+
 def _measure(here, dry_run: bool) -> dict:
     from benchmarks import gpu_training
 
     found = dict(dry_run=dry_run, environment=environment(here), parity=parity(dry_run))
     gpu_training.release(here.device)
-    found["rates"] = rates(here, dry_run)
+    found["rates"] = rates(here, found["environment"]["device"], dry_run)
     loads = gpu_training.DRY_LOADS if dry_run else gpu_training.LOADS
     found["training"] = [_train(load, here, found["rates"][load.dtype]) for load in loads]
     found["passed"] = all(row["passed"] for row in found["parity"] + found["training"])
@@ -121,11 +133,11 @@ def parity(dry_run: bool) -> list[dict]:
         return rows + [models.parity(case, folders[case], dtype, "te") for case in TE_CASES if case in cases for dtype in models.DTYPES]
 
 
-def rates(here, dry_run: bool) -> dict:
-    """{dtype: {'peak': data sheet's FLOP/s or None, 'gemm': measured FLOP/s}}."""
+def rates(here, name: str, dry_run: bool) -> dict:
+    """{dtype: {'peak': data sheet's FLOP/s for device ``name`` or None, 'gemm': measured FLOP/s}}."""
     from benchmarks.gpu_peaks import gemm_rate, peak
 
-    name, size = environment(here)["device"], 256 if dry_run else 8192
+    size = 256 if dry_run else 8192
     return {dtype: dict(peak=peak(name, dtype), gemm=gemm_rate(dtype, here.device, size)) for dtype in ("fp32", "bf16")}
 
 
