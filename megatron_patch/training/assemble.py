@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from megatron_patch import layout, parallel, platform, upstream
+from megatron_patch.layers.gradients import accumulate_in_place
 from megatron_patch.model import build_chunks
 from megatron_patch.optim.build import build_optimizer
 from megatron_patch.training.length import Length, check_layout, run_length
@@ -96,6 +97,7 @@ def wrap(bare: list, settings, half: bool) -> list:
         # Only the first chunk's buckets overlap with the rest of the pipeline, as in Megatron-LM.
         out.append(DistributedDataParallel(chunk.config, dataclasses.replace(ddp), inner, disable_bucketing=number > 0))
     upstream.reset_reduce_scatter(out)
+    accumulate_in_place(out)
     if settings.run.data_parallel_random_init:
         for chunk in out:
             chunk.broadcast_params()

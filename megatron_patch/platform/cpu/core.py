@@ -59,6 +59,28 @@ def _quiet_fork(original):
     return keep
 
 
+def _scale(chunk_size, noop_flag, tensor_lists, scale):
+    """local_multi_tensor_scale in one pass where sources are targets, as in gradient clipping."""
+    sources, targets = tensor_lists
+    if not all(source is target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, scale)
+
+
+class WeightGradients:
+    """apex's fused_weight_gradient_mlp_cuda in torch: main_grad += grad_output^T input, [out, in] from [t, out] and [t, in]."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
+        """fp32 main_grad, operands of any float type."""
+        if total_input.dtype == main_grad.dtype == grad_output.dtype:
+            main_grad.addmm_(grad_output.t(), total_input)
+        else:
+            main_grad.add_(grad_output.t() @ total_input)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
 def _false(original):
     return False if original else SKIP
 
@@ -81,6 +103,18 @@ def rows():
         StandIn(f"{r}:FP8GlobalStateManager", only_if_missing(FP8GlobalStateManager), random, undefined),
         StandIn(f"{r}:activation_recompute_forward", only_if_missing(_no_context), random, undefined),
         StandIn(f"{r}:fp8_autocast", only_if_missing(_no_context), random, undefined),
+        StandIn(
+            "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
+            lambda original: _scale,
+            "optimizer/clip_grads.py, utils.py",
+            "the fallback copies every gradient: 8 % of a training step",
+        ),
+        StandIn(
+            "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
+            only_if_missing(WeightGradients),
+            "tensor_parallel/layers.py",
+            "gradients added to main_grad without a copy, see megatron_patch/layers/gradients.py",
+        ),
         StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
         StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
         StandIn("os.environ:CUDA_DEVICE_MAX_CONNECTIONS", only_if_missing("1"), layers, "warns unless it is 1"),
