@@ -64,7 +64,7 @@ def answer(request: dict) -> dict:
 
     from megatron_patch import platform
 
-    warnings.filterwarnings("ignore", module=r"megatron\\..*|torch\\..*")  # upstream's notices at import
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")  # upstream's notices at import
     platform.activate("cpu")
     first, last = (batches(request["flags"], held_out) for held_out in (False, True))
     out = {}

@@ -1,0 +1,141 @@
+"""The scripts of examples/: every one runs dry on a tiny model for 64 ranks, and starts torchrun and SLURM as it says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.families import tiny
+from tests.groups import ROOT
+
+SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.sh") if path.name != "common.sh")
+# The layouts of these tiny models for 64 ranks: they have 4 layers, 2 kv heads, and 4 experts where they have any.
+MODELS = {"llama": ("llama", dict(TP=2, PP=2)), "qwen": ("qwen3_moe", dict(TP=2, PP=2, EP=4)),
+          "mixtral": ("mixtral", dict(TP=1, PP=4, EP=4))}
+
+# Stands in for Python: keeps its command line instead of running it, since importing torch takes seconds.
+RECORDER = """#!/usr/bin/env bash
+{recorder} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >>"{log}"
+"""
+# Runs recorded command lines one after another in one process.
+REPLAY = """
+import contextlib, io, json, runpy, sys
+told = []
+for module, *arguments in json.load(sys.stdin):
+    sys.argv, printed, code = [module, *arguments], io.StringIO(), 0
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            code = stop.code or 0
+    told.append([code, printed.getvalue()])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{folder of examples: tiny Hugging Face model}"""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (case, _) in MODELS.items():
+        tiny.save(case, folder / name, max_position_embeddings=8192)
+    return folder
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A function that runs a script with Python recorded; returns the command lines it would have run."""
+    stub, log = tmp_path / "python", tmp_path / "log"
+    stub.write_text(RECORDER.format(recorder=sys.executable, log=log))
+    stub.chmod(0o755)
+
+    def run(script, folder=tmp_path, **variables):
+        log.unlink(missing_ok=True)
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(stub), **{k: str(v) for k, v in variables.items()}}
+        done = subprocess.run(["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def replay(command_lines, timeout):
+    """[(exit code, output)] of `python` command lines, each '-m MODULE ARGUMENTS'."""
+    assert all(line[0] == "-m" for line in command_lines)
+    done = subprocess.run([sys.executable, "-c", REPLAY], input=json.dumps([line[1:] for line in command_lines]), cwd=ROOT,
+                          capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "examples" / "common.sh"], ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_script_is_bash_and_short(script):
+    """bash parses it; a script can be read at a glance."""
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(script.read_text().splitlines()) <= 40
+
+
+def test_every_family_has_the_same_scripts():
+    """pretrain, convert, verify and slurm for llama, qwen and mixtral."""
+    names = {(path.parent.name, path.stem) for path in SCRIPTS}
+    assert names == {(family, job) for family in MODELS for job in ("pretrain", "convert", "verify", "slurm")}
+
+
+@pytest.mark.slow
+def test_every_script_runs_dry(models, recorded):
+    """DRY_RUN=1 for 64 ranks exits 0 for every script: settings, layout and weights are checked by pretrain --dry-run, or shown."""
+    lines = []
+    for script in SCRIPTS:
+        family = script.parent.name
+        (line,) = recorded(script, MODEL=models / family, DRY_RUN=1, NODES=8, GLOBAL_BATCH=64, **MODELS[family][1])
+        lines.append(line)
+    for script, line, (code, printed) in zip(SCRIPTS, lines, replay(lines, 280), strict=True):
+        assert code == 0, f"{script}: {line}\n{printed}"
+        if script.stem == "convert":
+            assert "embed_tokens" in printed
+        else:
+            assert "64 ranks" in printed and printed.rstrip().endswith("dry run: ok")
+
+
+def test_a_layout_that_does_not_fit_is_told(models, recorded):
+    """A dry run exits 1 with both numbers when TP does not divide the heads: 4 heads, TP 8."""
+    (line,) = recorded(ROOT / "examples/llama/pretrain.sh", MODEL=models / "llama", DRY_RUN=1, NODES=8, TP=8)
+    ((code, printed),) = replay([line], 120)
+    assert code == 1 and "8" in printed and "4" in printed and "Traceback" not in printed
+
+
+def test_a_node_starts_torchrun(models, recorded):
+    """pretrain.sh starts one torchrun per node with a c10d rendezvous and the flags that its dry run checks."""
+    settings = dict(MODEL=models / "llama", NODES=2, MASTER="first", NODE_RANK=1, DATA="data/a_text_document", EXTRA="--log-interval 5")
+    (run,) = recorded(ROOT / "examples/llama/pretrain.sh", **settings)
+    (dry,) = recorded(ROOT / "examples/llama/pretrain.sh", **settings, DRY_RUN=1)
+    begin = run.index("megatron_patch.pretrain") + 1
+    assert run[:begin - 1] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1",
+                               "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-id", "job", "-m"]
+    assert dry == ["-m", "megatron_patch.pretrain", *run[begin:], "--dry-run", "--world-size", "16"]
+    assert "--data-path data/a_text_document --split 99,1,0" in " ".join(run) and run[-2:] == ["--log-interval", "5"]
+
+
+def test_slurm_starts_pretrain_on_every_node(models, recorded, tmp_path):
+    """slurm.sh under sbatch: srun of pretrain.sh, rendezvous on the first host, ranks from SLURM's variables."""
+    for name, text in {"scontrol": "printf 'n07\\nn08\\n'", "srun": 'shift; SLURM_NODEID=1 exec "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    copy = tmp_path / "slurm_script"  # sbatch runs a copy of the script from its own folder
+    copy.write_text((ROOT / "examples/mixtral/slurm.sh").read_text())
+    (run,) = recorded(copy, MODEL=models / "mixtral", SLURM_SUBMIT_DIR=ROOT, SLURM_JOB_NUM_NODES=2, SLURM_JOB_ID=41, SLURM_GPUS_ON_NODE=8,
+                      SLURM_JOB_NODELIST="n[07-08]", MINUTES=230, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    text = " ".join(run)
+    assert "--nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint n07:20041 --rdzv-id 41" in text
+    assert text.endswith("--exit-duration-in-mins 230")
+
+
+@pytest.mark.parametrize("job", ["pretrain", "convert", "verify"])
+def test_a_missing_model_is_told(job):
+    """Without MODEL a script says so and starts nothing."""
+    done = subprocess.run(["bash", str(ROOT / "examples/llama" / f"{job}.sh")], env={"PATH": os.environ["PATH"]}, capture_output=True,
+                          text=True, timeout=20)
+    assert done.returncode == 1 and "set MODEL to a Hugging Face folder" in done.stderr
