@@ -97,6 +97,25 @@ def _mutants(folder, data) -> dict:
     return dict(batch=batch, ids=ids)
 
 
+def context_parallel(folders: dict) -> list:
+    """[largest |difference| per case of logits at CP2 with and without flash-attn (played by plain torch), calls of it]."""
+    import sys
+
+    from megatron_patch.generation.forward import full_logits
+    from megatron_patch.layers import flash
+    from tests.families import tiny
+    from tests.gpu.attention import Kernels
+    from tests.parallel.parity import load
+
+    fake, found, ids = Kernels(), {}, tiny.tokens()
+    plain = {case: full_logits(load(folder, "cp2")[1], ids) for case, folder in folders.items()}
+    flash.DEVICES, flash.DTYPES = ("cpu",), (torch.float32,)
+    sys.modules["flash_attn"] = fake
+    for case, folder in folders.items():
+        found[case] = (full_logits(load(folder, "cp2")[1], ids) - plain[case]).abs().max().item()
+    return [found, len(fake.calls)]
+
+
 class _Folders:
     """The one method of pytest's tmp_path_factory that the data fixture calls."""
 

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from tests.gpu import attention
+from tests.gpu import attention, models
+from tests.groups import run_ranks
 
 DENSE = ("causal", "groups", "window", "bidirectional", "decoding", "decoding_window")
 PACKED = ("packed", "packed_window")
@@ -86,3 +87,11 @@ def test_deterministic_runs_ask_for_deterministic_kernels(kernels):
     finally:
         torch.use_deterministic_algorithms(False)
     assert kernels.calls == [("dense", True), ("dense", True)]
+
+
+@pytest.mark.slow
+def test_context_parallelism(tmp_path):
+    """At CP2 flash-attn takes both chunks of every layer, with and without a window, and gives SDPA's logits."""
+    folders = models.save_models(tmp_path, ["llama", "mistral"])
+    for found, calls in run_ranks(2, "tests.gpu.dry:context_parallel", folders):
+        assert all(gap <= 1e-4 for gap in found.values()) and calls == 2 * 2 * 4  # models x chunks x layers
