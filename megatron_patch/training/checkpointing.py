@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_patch import upstream
 from megatron_patch.checkpoint import output
 from megatron_patch.training.assemble import gather_parameters
-from megatron_patch.training.checkpoint_folder import iteration_folder, write_tracker
+from megatron_patch.training.checkpoint_folder import iteration_folder, locate, write_tracker
 from megatron_patch.training.checkpoint_state import content_metadata, full_state
 
 LOG = logging.getLogger(__name__)
@@ -73,20 +73,25 @@ class Saver:
         """The data is complete on all ranks (core's last step is a barrier): make it visible, then point the tracker at it."""
         if dist.get_rank() == 0:
             add_common_file(output.partial(target))
+            previous = self._previous(iteration)
             output.publish(target, replace=True)
             write_tracker(self.root, iteration)
-            self._prune(iteration)
+            self._prune(previous)
         dist.barrier()
 
-    def _prune(self, newest: int) -> None:
-        """--save-retain-interval: drop the checkpoint before this one unless its iteration is a multiple."""
+    def _previous(self, iteration: int):
+        """The checkpoint that the tracker names now; None without one, and when it is the one being replaced."""
+        try:
+            found = locate(self.root)
+        except ValueError:
+            return None
+        return found if found is not None and found.iteration != iteration else None
+
+    def _prune(self, previous) -> None:
+        """--save-retain-interval: drop the checkpoint before this one unless its iteration is a multiple, as Megatron-LM does."""
         keep = self.settings.checkpoint.save_retain_interval
-        if not keep:
-            return
-        for folder in self.root.glob("iter_*"):
-            number = folder.name.removeprefix("iter_")
-            if number.isdigit() and int(number) < newest and int(number) % keep:
-                shutil.rmtree(folder, ignore_errors=True)
+        if keep and previous is not None and not previous.release and previous.iteration % keep:
+            shutil.rmtree(previous.path, ignore_errors=True)
 
 
 def _write(state: dict, folder: Path, metadata: dict, options):

@@ -348,3 +348,9 @@ def _background(model, data, root, whole) -> None:
     assert curve(lines) == curve(whole) and (seen == [2, 4] or dist.get_rank())
     assert locate(root).iteration == 4 and not list(root.glob(".iter*"))
     assert not loop.saver.queue.get_num_unfinalized_calls()
+
+
+def from_release(models: dict, data: str, root: str) -> list:
+    """[losses from a release, losses from the HF folder]"""
+    flags = dict(train_iters=2, use_distributed_optimizer=True)
+    return [curve(train(models["llama"], data, **flags, **more)[0]) for more in (dict(load=root), {})]

@@ -6,6 +6,7 @@ A process that has imported everything forks one child per moment: a fresh start
 trains with a checkpoint after every iteration; its second save is the one that is cut.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,10 @@ def child(model: str, data: str, root: str, flags: dict) -> int:
     if pid:
         return pid
     os.setsid()
+    # What a killed run leaves running may hold these: nobody may wait for them to close.
+    log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     code = 1
     try:
         from megatron_patch import parallel
@@ -57,7 +62,7 @@ def measure(model, data, root: Path, flags) -> float:
     began = time.monotonic()
     assert wait_for(lambda: (root / TRACKER).read_text() == "2", pid)
     took = time.monotonic() - began
-    os.waitpid(pid, 0)
+    end(pid)
     return took
 
 
@@ -65,11 +70,15 @@ def kill_at(model, data, root: Path, flags, delay: float) -> None:
     pid = child(model, data, str(root), flags)
     if wait_for(second_save_begins(root), pid):
         time.sleep(delay)
+    end(pid)
+
+
+def end(pid: int) -> None:
+    """SIGKILL the child and all that it started (its own process group)."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-        try:
-            os.waitpid(pid, 0)
-        except ChildProcessError:
-            pass
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def contents(folder: Path) -> dict:

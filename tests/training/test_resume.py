@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from megatron_patch.upstream import CORE
 from tests.groups import run_ranks
 
 JOBS = "tests.training.jobs"
@@ -56,3 +57,23 @@ def test_parts_and_errors(models, data, tmp_path):
     """--finetune, --no-load-optim, --no-load-rng, --no-save-optim, --no-save-rng, --use-checkpoint-args; a missing, damaged or
     unfitting checkpoint is named in the error; async saves are published when complete and drained at the end (B83)."""
     run_ranks(2, f"{JOBS}:checkpoint_parts", models, data, str(tmp_path), timeout=400)
+
+
+@pytest.mark.skipif(CORE < (0, 17), reason="megatron.training is not in the 0.16.1 wheel")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("world", "layout"), [(1, "one"), (2, "pp2")])
+def test_stock_both_ways(models, data, tmp_path, world, layout):
+    """Stock's load_checkpoint(strict=True) restores weights and moments of our checkpoint bitwise and its position; a run resumed
+    from what stock's save_checkpoint writes goes on with the same losses."""
+    for found in run_ranks(world, "tests.training.stock:both_ways", models, data, str(tmp_path), layout, timeout=400):
+        assert found == {"iteration": 2, "consumed": 8, "same state": True, "found": 2, "same losses": True}
+
+
+@pytest.mark.timeout(300)
+def test_release(models, data, tmp_path):
+    """A conversion (release/) starts a run at iteration 0 with the losses of --hf-model."""
+    from megatron_patch.checkpoint.convert import hf_to_megatron
+
+    hf_to_megatron(models["llama"], tmp_path / "ck")
+    lines = run_ranks(1, f"{JOBS}:from_release", models, data, str(tmp_path / "ck"))[0]
+    assert lines[0] == lines[1] and len(lines[0]) == 2
