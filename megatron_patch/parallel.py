@@ -30,6 +30,8 @@ def start_processes(timeout_minutes: float = 10) -> None:
     import datetime
 
     here = platform.current()
+    if here.device.type == "cuda":
+        torch.cuda.set_device(here.device)
     if "RANK" in os.environ:
         dist.init_process_group(here.backend, timeout=datetime.timedelta(minutes=timeout_minutes))
     else:

@@ -78,25 +78,37 @@ def megatron(config: ModelConfig, hf_dir, checkpoint, tokens_1S: Tensor, new_tok
     return Outputs(logits, layers, text, gaps) if dist.get_rank() == 0 else None
 
 
-def compare(theirs: Outputs, ours: Outputs, tokens_1S: Tensor, tolerance: float) -> dict:
-    """The report: every number a user needs to tell a bug from rounding, and ``passed``."""
+def compare(theirs: Outputs, ours: Outputs, tokens_1S: Tensor, tolerance: float, share: float = 1.0) -> dict:
+    """The report: every number a user needs to tell a bug from rounding, and ``passed``.
+
+    ``share``: the fraction of tokens whose logits must be within the tolerance, and whose best token must be the same when
+    it is certain. 1 in fp32; in 16 bits two right models differ on a few tokens.
+    """
     gap = (ours.logits - theirs.logits).abs()
     scale = max(1.0, theirs.logits.std().item())
     layer, drift = _first_departure(theirs.layers, ours.layers, tolerance)
     losses = [_loss(x.logits, tokens_1S) for x in (theirs, ours)]
-    certain = theirs.gaps > GAP
+    certain = theirs.gaps > (GAP if share == 1.0 else 2 * tolerance * scale)
     same = (ours.tokens == theirs.tokens) | ~certain
     first = int((~same[0]).nonzero()[0]) if not bool(same.all()) else None
-    close = bool(torch.isfinite(ours.logits).all()) and gap.max().item() <= tolerance * scale
-    agree = (ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean().item()
+    within = (gap.amax(-1) <= tolerance * scale).float().mean().item()
+    agree = _agreement(theirs.logits, ours.logits, tolerance * scale)
+    close = bool(torch.isfinite(ours.logits).all()) and within >= share and agree >= share
     uncertain = int((~certain[0]).nonzero()[0]) if not bool(certain.all()) else None
     text_ok = first is None or (uncertain is not None and uncertain < first)
     return {
-        "passed": close and text_ok, "max_logit_difference": gap.max().item(), "tolerance": tolerance * scale,
+        "passed": close and text_ok, "max_logit_difference": gap.max().item(), "tolerance": tolerance * scale, "tokens_within": within,
         "worst_token": int(gap.amax(-1)[0].argmax()), "logit_std": theirs.logits.std().item(), "argmax_agreement": agree,
         "first_layer_that_departs": layer, "largest_layer_difference": drift, "loss_hf": losses[0], "loss_megatron": losses[1],
         "greedy_tokens": int(theirs.tokens.shape[1]), "greedy_identical": bool((ours.tokens == theirs.tokens).all()),
         "greedy_first_difference": first, "greedy_smallest_gap": theirs.gaps.min().item() if theirs.gaps.numel() else None}
+
+
+def _agreement(theirs, ours, tolerance) -> float:
+    """Share of tokens with the same best logit, among those where it leads by more than twice the tolerance."""
+    best = theirs.topk(2, dim=-1)
+    certain = best.values[..., 0] - best.values[..., 1] > 2 * tolerance
+    return (ours.argmax(-1) == best.indices[..., 0])[certain].float().mean().item() if bool(certain.any()) else 1.0
 
 
 def _first_departure(theirs, ours, tolerance):
@@ -126,6 +138,7 @@ def run(config: ModelConfig, hf_dir, *, checkpoint=None, length=64, new_tokens=3
     tokens = prompt(hf_dir, config, length, multiple)
     theirs = huggingface(hf_dir, config, tokens, new_tokens, dtype) if dist.get_rank() == 0 else None
     ours = megatron(config, hf_dir, checkpoint, tokens, new_tokens, layer_impl, multiple)
-    report = [compare(theirs, ours, tokens, tolerance or default_tolerance(dtype, config.num_layers)) if ours else None]
+    tolerance = tolerance or default_tolerance(dtype, config.num_layers)
+    report = [compare(theirs, ours, tokens, tolerance, 1.0 if dtype == torch.float32 else 0.95) if ours else None]
     dist.broadcast_object_list(report, src=0)
     return report[0]
