@@ -1,0 +1,100 @@
+"""The commands and the snippet of README.md work as they stand there, and the paths that the documents name exist."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples import readme
+from tests.families import tiny
+from tests.groups import ROOT
+
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = readme.blocks(PAGE)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny model that has a tokenizer, a corpus, and the files that README shows."""
+    folder = tmp_path_factory.mktemp("readme")
+    tiny.save("llama", folder / "model")
+    texts = [f"page {number}: " + "the ship left the harbour with two cats and a library of maps. " * 20 for number in range(40)]
+    _tokenizer(texts).save_pretrained(folder / "model")
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for (kind, name), text in BLOCKS.items():
+        if kind == "file":
+            (folder / name).write_text(text)
+    return folder
+
+
+def _tokenizer(texts):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"]))
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def run(place, *command, timeout):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MODEL": "model"}
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_six_commands(place):
+    """The main job of README, word for word: plan, verify at TP2, preprocess, dry run, train on 2 ranks, verify the export."""
+    block = BLOCKS["run", "six commands"]
+    assert len(block.splitlines()) == 6
+    printed = run(place, "bash", "-euo", "pipefail", "-c", block, timeout=850)
+    assert printed.count("PASS") == 2 and "dry run: ok" in printed and "iteration 4/4" in printed
+    assert (place / "trained" / "tokenizer.json").is_file()
+    lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_the_python_snippet(place):
+    """The snippet of README, word for word; its logits are Transformers' within 1e-4 and its export is the folder it read."""
+    snippet = BLOCKS["run", "python"] + "\ntorch.save(logits.detach(), 'logits.pt')\n"
+    run(place, sys.executable, "-c", snippet, timeout=200)
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.arange(1, 17)[None]).logits
+    ours = torch.load(place / "logits.pt", weights_only=True)[..., :theirs.shape[-1]]
+    assert (ours - theirs).abs().max() <= 1e-4
+    before, after = (load_file(place / name / "model.safetensors") for name in ("model", "exported"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_paths_exist(document):
+    """Every path in backquotes and every relative link leads somewhere."""
+    text = document.read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text)]
+    assert [path for path in readme.table_paths(text) if not (ROOT / path).exists()] == []
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_families_table_is_complete():
+    """README lists every family of model_zoo, with the file that declares it."""
+    from megatron_patch.registry import families
+
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| `(model_zoo/\w+\.py)` \|$", PAGE, re.MULTILINE))
+    assert set(rows) == set(families())
+    for name, path in rows.items():
+        assert re.search(rf'["\']{name}["\']', (ROOT / path).read_text()), f"{name} is not in {path}"
