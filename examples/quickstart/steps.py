@@ -77,6 +77,7 @@ class Command:
         env = {**os.environ, **quiet, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         print(f"    $ python -m {module} {' '.join(map(str, arguments))}", flush=True)
         self.module, self.log = module, log
+        log.write_text("", encoding="utf-8")
         self.process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         text=True, errors="replace", start_new_session=True)
         self.reader = threading.Thread(target=self._copy, daemon=True)
