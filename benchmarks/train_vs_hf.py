@@ -153,7 +153,8 @@ def machine() -> dict:
 
     names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return dict(date=datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-                cpu=names[0] if names else platform.processor(), cpus=len(os.sched_getaffinity(0)), load=os.getloadavg()[0], python=platform.python_version(),
+                cpu=names[0] if names else platform.processor(), cpus=len(os.sched_getaffinity(0)), load=os.getloadavg()[0],
+                python=platform.python_version(),
                 **{name: version(name) for name in ("torch", "megatron-core", "transformers")})
 
 

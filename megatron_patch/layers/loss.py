@@ -86,28 +86,35 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _sweep(hidden_TH, weight_VH, labels_T, grad_T, shard, wants):
     """(loss [T], d hidden, d weight) chunk by chunk; no gradients without ``grad_T``, and only those that ``wants`` names."""
-    count, real_VH = hidden_TH.shape[0], weight_VH[: max(shard.rows, 1)]
-    step = chunk_rows(real_VH.shape[0], hidden_TH.device.type)
+    kind = product_dtype(weight_VH)
+    wide_TH, real_VH = hidden_TH.to(kind), weight_VH[: max(shard.rows, 1)].to(kind)
+    count, step = hidden_TH.shape[0], chunk_rows(real_VH.shape[0], hidden_TH.device.type)
     loss_T = hidden_TH.new_empty(count, dtype=torch.float32)
     wants = [grad_T is not None and want for want in wants]
-    d_hidden = torch.empty_like(hidden_TH) if wants[0] else None
-    d_weight = _WeightGradient(weight_VH, real_VH.shape[0], count <= step) if wants[1] else None
+    d_hidden = torch.empty_like(wide_TH) if wants[0] else None
+    d_weight = _WeightGradient(weight_VH, real_VH, count <= step) if wants[1] else None
     buffer = hidden_TH.new_empty(min(step, count), real_VH.shape[0], dtype=torch.float32)
     for start in range(0, count, step):
         part = slice(start, start + step)
-        h_TH = hidden_TH[part]
+        h_TH = wide_TH[part]
         exp_TV, sum_T, loss_T[part], label = _exponentials(h_TH, real_VH, labels_T[part], shard, buffer[: h_TH.shape[0]])
         if not any(wants):
             continue
         exp_TV[label] -= sum_T[label[0]]  # exp / sum is softmax; minus the one-hot
         scale_T1 = (grad_T[part] / sum_T)[:, None]
-        d_logits_TV, narrow = (exp_TV, scale_T1) if weight_VH.dtype == torch.float32 else (_scaled(exp_TV, scale_T1, weight_VH.dtype), None)
+        d_logits_TV, narrow = (exp_TV, scale_T1) if kind == torch.float32 else (_scaled(exp_TV, scale_T1, kind), None)
         if wants[0]:
             torch.mm(d_logits_TV, real_VH, out=d_hidden[part])
             d_hidden[part] *= 1 if narrow is None else narrow
         if wants[1]:
             d_weight.add(d_logits_TV, h_TH if narrow is None else h_TH * narrow)
-    return loss_T, d_hidden, d_weight.value if wants[1] else None
+    return (loss_T, d_hidden.to(hidden_TH.dtype) if wants[0] else None, d_weight.value.to(weight_VH.dtype) if wants[1] else None)
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype to multiply in: fp32 for half-precision operands on a CPU without AMX, where it is faster, and rounds less."""
+    slow = weight.device.type == "cpu" and not torch.cpu._is_amx_tile_supported()
+    return torch.float32 if slow else weight.dtype
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
@@ -144,10 +151,10 @@ def _scaled(exp_TV, scale_T1, dtype):
 class _WeightGradient:
     """The sum over chunks of d_logits^T h, ``value`` [V, H]; in fp32 unless there is one chunk only, which rounds once."""
 
-    def __init__(self, weight_VH, rows, single):
-        self.rows, self.first = rows, True
-        self.value = torch.empty_like(weight_VH, dtype=weight_VH.dtype if single else torch.float32)
-        self.value[rows:] = 0
+    def __init__(self, weight_VH, real_VH, single):
+        self.rows, self.first = real_VH.shape[0], True
+        self.value = torch.empty_like(weight_VH, dtype=real_VH.dtype if single else torch.float32)
+        self.value[self.rows:] = 0
 
     def add(self, d_logits_TV, h_TH):
         """Add one chunk."""

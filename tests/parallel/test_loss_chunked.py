@@ -67,3 +67,33 @@ def test_one_rank(zoo):
 def test_tensor_parallel(zoo):
     """TP2 and TP2+SP: the maximum, the sum and the label's logit are reduced; padding lies on one rank only."""
     check(run_ranks(2, TARGET, {k: zoo[k] for k in CASES}, ["tp2", "tp2sp"]))
+
+
+def in_place(folders, layouts):
+    """{'case/layout': largest relative difference of main_grad} with and without products added straight into it; two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_patch.layers.gradients import accumulate_in_place
+    from tests.parallel.parity import load
+
+    found = {}
+    for layout in layouts:
+        for case, folder in folders.items():
+            grads = []
+            for direct in (False, True):
+                _, (bare,) = load(folder, layout)
+                chunk = DistributedDataParallel(bare.config, DistributedDataParallelConfig(), bare)
+                assert not direct or accumulate_in_place([chunk]) >= 4 * 4  # four linear layers in each of four layers
+                chunk.zero_grad_buffer()
+                batch = torch.load(f"{folder}/expected.pt", weights_only=True)
+                for tokens, labels in ((batch["tokens"], batch["labels"]), (batch["labels"], batch["tokens"])):
+                    chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, labels=labels).sum().backward()
+                grads.append({name: p.main_grad.clone() for name, p in bare.named_parameters()})
+            found[f"{case}/{layout}"] = [0.0, _farthest(grads[1], grads[0])]
+    return found
+
+
+def test_gradients_in_place(zoo):
+    """1 rank: gradients added straight into main_grad over two micro-batches are those that DDP adds up, dense, tied and MoE."""
+    target = "tests.parallel.test_loss_chunked:in_place"
+    check(run_ranks(1, target, {k: zoo[k] for k in ("llama_tied", "llama_bias", "qwen3_moe")}, ["one"]))

@@ -52,8 +52,11 @@ def count_sweeps(monkeypatch):
 
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_equals_whole_logits(dtype, scale):
-    """Loss, d hidden and d weight equal torch's for masked tokens and any loss scale; padded rows get no gradient."""
+@pytest.mark.parametrize("amx", [True, False])
+def test_equals_whole_logits(dtype, scale, amx, monkeypatch):
+    """Loss, d hidden and d weight equal torch's for masked tokens and any loss scale, whichever dtype the products have; padded
+    rows get no gradient."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     hidden, weight, labels = operands(dtype)
     mask = (torch.arange(TOKENS) % 7 != 0).float()
     shard = chunked.Shard(0, REAL)

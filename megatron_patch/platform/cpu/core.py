@@ -72,9 +72,9 @@ class WeightGradients:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
-        """fp32 main_grad, operands of any float type."""
-        if total_input.dtype == main_grad.dtype == grad_output.dtype:
-            main_grad.addmm_(grad_output.t(), total_input)
+        """fp32 main_grad, operands of any float type: fp32 products, faster than half ones on a CPU without AMX, and unrounded."""
+        if total_input.dtype == main_grad.dtype or not torch.cpu._is_amx_tile_supported():
+            main_grad.addmm_(grad_output.to(main_grad.dtype).t(), total_input.to(main_grad.dtype))
         else:
             main_grad.add_(grad_output.t() @ total_input)
 
