@@ -52,6 +52,8 @@ def quiet() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")
+    # core's saving starts a process of its own, which imports megatron anew.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex:UserWarning")
 
 
 def _who() -> str:

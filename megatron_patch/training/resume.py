@@ -57,7 +57,8 @@ def choose(found: Found, common: dict, settings, config) -> Parts:
     same = all(getattr(args, name, 1) == config.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"))
     if resumes and not same and not wanted.no_load_rng and dist.get_rank() == 0:
         LOG.warning("the checkpoint has another TP or PP size: its random state is not used")
-    return Parts(optimizer=resumes and not wanted.no_load_optim and not getattr(args, "no_save_optim", False),
+    trains = not settings.run.skip_train  # evaluation needs weights only
+    return Parts(optimizer=resumes and trains and not wanted.no_load_optim and not getattr(args, "no_save_optim", False),
                  rng=resumes and same and not wanted.no_load_rng and not getattr(args, "no_save_rng", False), position=resumes)
 
 
