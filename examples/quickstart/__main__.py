@@ -113,7 +113,7 @@ def facts(quick: Quickstart, results: dict, wall: float) -> list[tuple[str, str]
     return [
         ("training", f"{plan.iterations} iterations of {plan.batch} x {plan.seq_length} tokens on {training.RANKS} processes, "
                      f"{resumed['tokens_per_second']:.0f} tokens/s"),
-        ("training loss", f"{resumed['first_loss']:.3f} -> {resumed['last_loss']:.3f}"),
+        ("training loss, first and last quarter", f"{resumed['losses'][0]:.3f} -> {resumed['losses'][1]:.3f}"),
         ("wall time", f"{wall:.0f} s; all steps {steps:.0f} s"),
         ("before", summary.shorten(results["judge"]["original"]["text"])),
         ("curve", str(quick.run / "loss_curve.png")), ("metrics", str(quick.run / "metrics.jsonl")),
@@ -129,6 +129,9 @@ def main(argv: list[str] | None = None) -> int:
     except (Failure, ValueError, OSError) as error:
         print(f"FAILED: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr, flush=True)
+        return 130
     found = summary.checks(results, quick.mode)
     summary.show(found, facts(quick, results, time.monotonic() - began))
     if args.quick:

@@ -5,8 +5,8 @@ so that nothing of ours decides what the original is.
 """
 
 import importlib.util
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 NEEDED = ("gguf", "accelerate")
@@ -23,12 +23,15 @@ def convert(gguf: Path, out: Path) -> None:
     source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
     # Without dequantize=True Transformers keeps the weights quantised, and save_pretrained refuses.
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-    fresh = out.with_name(f".{out.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    model.save_pretrained(fresh)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(fresh)
-    shutil.rmtree(out, ignore_errors=True)
-    fresh.rename(out)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        fresh = Path(scratch) / out.name
+        model.save_pretrained(fresh)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(fresh)
+        try:
+            fresh.rename(out)
+        except OSError:
+            if not (out / "model.safetensors").is_file():  # else another quickstart was first with the same
+                raise
 
 
 if __name__ == "__main__":

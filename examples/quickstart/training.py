@@ -21,7 +21,7 @@ class Plan:
     held_out_tokens: int
 
 
-FULL = Plan(iterations=16, save_at=8, overlap=2, seq_length=128, batch=8, lr=2e-4, held_out_tokens=2048)
+FULL = Plan(iterations=16, save_at=8, overlap=3, seq_length=128, batch=8, lr=2e-4, held_out_tokens=2048)
 QUICK = Plan(iterations=6, save_at=3, overlap=2, seq_length=64, batch=4, lr=1e-4, held_out_tokens=512)
 RANKS = 2
 LAUNCH = "torch.distributed.run", ["--standalone", "--nproc-per-node", RANKS, "-m", "megatron_patch.pretrain"]
@@ -66,7 +66,7 @@ def train_and_kill(plan: Plan, base: list[str], folder: Path, log: Path) -> dict
 def resume(plan: Plan, base: list[str], folder: Path, exported: Path, log: Path) -> dict:
     """The same command with --load: it goes on after the save, to the end, and exports. No second 1.6 GB checkpoint is kept.
 
-    Returns tokens_per_second (median iteration), loss at the first and last iteration, valid_loss.
+    Returns tokens_per_second (median iteration), first_loss, losses (mean of the first and of the last quarter), valid_loss.
     """
     metrics = folder / "metrics.jsonl"
     metrics.write_text((folder / "before_kill.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
@@ -76,7 +76,9 @@ def resume(plan: Plan, base: list[str], folder: Path, exported: Path, log: Path)
     if [line["iteration"] for line in lines] != list(range(1, plan.iterations + 1)):
         raise Failure(f"{metrics}: expected iterations 1 to {plan.iterations}, found {[line['iteration'] for line in lines]}")
     speeds = sorted(line["tokens_per_second"] for line in lines)
-    return {"tokens_per_second": speeds[len(speeds) // 2], "first_loss": lines[0]["lm_loss"], "last_loss": lines[-1]["lm_loss"],
+    quarter = -(-plan.iterations // 4)
+    losses = [sum(line["lm_loss"] for line in part) / quarter for part in (lines[:quarter], lines[-quarter:])]
+    return {"tokens_per_second": speeds[len(speeds) // 2], "first_loss": lines[0]["lm_loss"], "losses": losses,
             "valid_loss": lines[-1]["valid_loss"], **compare(read(folder / "before_kill.jsonl"), lines, plan.save_at)}
 
 
