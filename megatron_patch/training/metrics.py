@@ -11,9 +11,11 @@ from pathlib import Path
 
 
 def metrics_path(settings) -> Path | None:
-    """--metrics-file, else metrics.jsonl in the --save folder, else None."""
+    """--metrics-file, else metrics.jsonl in the --save folder of a run that trains, else None."""
     if settings.run.metrics_file:
         return Path(settings.run.metrics_file)
+    if settings.run.skip_train:
+        return None
     return Path(settings.checkpoint.save) / "metrics.jsonl" if settings.checkpoint.save else None
 
 

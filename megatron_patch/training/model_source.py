@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch import registry
+from megatron_patch import platform, registry
 from megatron_patch.rope import Rope
 from megatron_patch.training.settings import Settings
 from megatron_patch.translate import ModelConfig, load_config
@@ -44,7 +44,9 @@ def model_config(settings: Settings, vocab_size: int | None = None) -> ModelConf
         config = with_settings(load_config(settings.run.hf_model), settings)
     else:
         config = from_flags(settings, vocab_size)
-    return config.replace(calculate_per_token_loss=True, deallocate_pipeline_outputs=True)
+    # Freed while it is sent: safe in the order of a CUDA stream, wrong values with gloo, which reads host memory later.
+    frees_outputs = platform.current().device.type != "cpu"
+    return config.replace(calculate_per_token_loss=True, deallocate_pipeline_outputs=frees_outputs)
 
 
 def from_flags(settings: Settings, vocab_size: int | None = None) -> ModelConfig:

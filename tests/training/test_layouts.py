@@ -51,7 +51,8 @@ def compare(results, one):
 @pytest.mark.timeout(400)
 def test_two_ranks(models, data, one):
     """TP2, SP, PP2, VPP2, CP2, DP2 (plain, distributed, overlapped), EP2, ETP2, tied copies; weights equal over their replicas
-    (B13, B58, B60, B61, B86, B122, B124). Mutants: loss averaged per micro-batch, gradients of norms not summed over TP."""
+    (B13, B58, B60, B61, B86, B122, B124). Mutants: loss averaged per micro-batch, gradients of norms not summed over TP,
+    pipeline outputs freed while gloo sends them (seen: PP2VPP2 off by 7e-3)."""
     results = run_ranks(2, MATRIX, models, data, TWO, timeout=400)
     assert len(results[0]) == len(TWO)
     compare(results, one)
