@@ -1,6 +1,6 @@
 """Training tokens/s of megatron-patch against Hugging Face Transformers on the same 56M llama, on CPU.
 
-    python -m benchmarks.train_vs_hf [--quick] [--json FILE]      (from the repository; exit code 0 or 1)
+    python benchmarks/train_vs_hf.py [--quick] [--json FILE]      (exit code 0 or 1)
 
 Both sides hold the same weights and see the same tokens; micro-batch 1 of 512 tokens, AdamW, clip 1.0, one thread a process.
 Ours is pretrain's own step, Transformers' is SDPA with torch's fused AdamW, DDP at 2 processes, autocast for bf16. All
@@ -24,7 +24,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.worker import GEMM, MODEL, SEQ_LENGTH
+if __package__:
+    from benchmarks.worker import GEMM, MODEL, SEQ_LENGTH
+else:  # run as a file
+    from worker import GEMM, MODEL, SEQ_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("ours", "hf", "gemm")
