@@ -1,7 +1,7 @@
 """Weight gradients added straight into DDP's main_grad on CPU, as apex's kernel does it on a GPU.
 
 Without it every linear layer makes a gradient of its own, in memory that the system has to clear page by page, and DDP
-adds it to main_grad afterwards: at 56M parameters a tenth of the step.
+adds it to main_grad afterwards.
 The product itself is in platform/cpu/core.py, WeightGradients.
 """
 

@@ -107,7 +107,7 @@ def rows():
             "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
             lambda original: _scale,
             "optimizer/clip_grads.py, utils.py",
-            "the fallback copies every gradient: 8 % of a training step",
+            "the fallback makes a scaled copy of every gradient and copies it back",
         ),
         StandIn(
             "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
