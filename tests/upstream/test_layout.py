@@ -8,7 +8,8 @@ EMBED, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pi
 CASES = [
     {"num_layers": 8, PP: 1}, {"num_layers": 8, PP: 2}, {"num_layers": 8, PP: 4}, {"num_layers": 8, PP: 2, VPP: 2},
     {"num_layers": 12, PP: 3, VPP: 4}, {"num_layers": 6, PP: 4, EMBED: True, LOSS: True}, {"num_layers": 7, PP: 4, EMBED: True},
-    {"num_layers": 14, PP: 4, VPP: 2, EMBED: True, LOSS: True}, {"num_layers": 7, PP: 4, FIRST: 1}, {"num_layers": 8, PP: 2, FIRST: 1, LAST: 7},
+    {"num_layers": 14, PP: 4, VPP: 2, EMBED: True, LOSS: True}, {"num_layers": 7, PP: 4, FIRST: 1},
+    {"num_layers": 8, PP: 2, FIRST: 1, LAST: 7},
     {"num_layers": 12, PP: 4, FIRST: 2, LAST: 4}, {"num_layers": 12, PP: 3, VPP: 2, FIRST: 2, LAST: 6},
     {"num_layers": 8, PP: 2, "pipeline_model_parallel_layout": "Et*3|t|t*2,|t*2,L", VPP: 2},
     {"num_layers": 7, PP: 4, "pipeline_model_parallel_layout": "Et|(tt|)*2t*2,L"}]
