@@ -50,7 +50,8 @@ def start(argv: list[str]) -> int:
 def quiet() -> None:
     """Leave to core's own loggers and torch's notices only what a user can act on."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")
     # core's saving starts a process of its own, which imports megatron anew.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex:UserWarning")

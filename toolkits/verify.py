@@ -67,13 +67,13 @@ def _check_inputs(args, config) -> None:
     """What the ranks would trip over one by one."""
     from megatron_patch import spec
     from megatron_patch.checkpoint.folder import HfFolder
-    from megatron_patch.checkpoint.megatron import iteration_folder
     from megatron_patch.checkpoint.source import Source
+    from megatron_patch.checkpoint.tracker import find
 
     spec.require(args.transformer_impl)
     Source(HfFolder(args.hf), config.family, config).check()
     if args.ckpt:
-        iteration_folder(args.ckpt)
+        find(args.ckpt)
 
 
 def _rank(args, config) -> int:

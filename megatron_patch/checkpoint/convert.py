@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_patch.checkpoint import torch_dist_read, torch_dist_write
+from megatron_patch.checkpoint import torch_dist_read, torch_dist_write, tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.hf_write import HfWriter
 from megatron_patch.checkpoint.megatron_source import MegatronSource
@@ -44,7 +44,7 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
     """
     began = time.monotonic()
     config = load_config(hf_ref)
-    source = MegatronSource(torch_dist_read.TorchDist(torch_dist_read.find(ckpt)), config).check()
+    source = MegatronSource(torch_dist_read.TorchDist(tracker.find(ckpt)), config).check()
     dtypes = {name: dtype or source.dtype(place) for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
     with HfWriter(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force) as writer:

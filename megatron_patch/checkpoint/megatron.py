@@ -3,33 +3,21 @@
 from pathlib import Path
 
 from megatron_patch.checkpoint.hf import bare
-
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def iteration_folder(root) -> Path:
-    """The folder that the tracker of ``root`` names, or ``root`` itself when it is one. Raises ValueError, saying what is there."""
-    root = Path(root)
-    if (root / "metadata.json").is_file():
-        return root
-    tracker = root / TRACKER
-    if not tracker.is_file():
-        there = sorted(p.name for p in root.iterdir())[:8] if root.is_dir() else "no such folder"
-        raise ValueError(f"{root} is no Megatron checkpoint: neither {TRACKER} nor metadata.json; found {there}.")
-    text = tracker.read_text(encoding="utf-8").strip()
-    if text != "release" and not text.isdigit():
-        raise ValueError(f"{tracker} holds '{text[:40]}'; expected an iteration number or 'release'.")
-    folder = root / (text if text == "release" else f"iter_{int(text):07d}")
-    if not (folder / "metadata.json").is_file():
-        raise ValueError(f"{tracker} names {folder.name}, which has no metadata.json: the checkpoint is not complete.")
-    return folder
+from megatron_patch.checkpoint.tracker import find
 
 
-def model_state(chunks, metadata: dict | None = None) -> dict:
-    """{'model': ...}, or model0, model1 ... for virtual stages: core's sharded state dicts, as stock Megatron-LM names them."""
-    if len(chunks) == 1:
-        return {"model": chunks[0].sharded_state_dict(metadata=metadata)}
-    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+def with_group(metadata: dict) -> dict:
+    """``metadata`` as sharded_state_dict wants it; the group is never written."""
+    from megatron.core import parallel_state as ps
+
+    return dict(metadata, dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True))
+
+
+def model_state(model, metadata: dict) -> dict:
+    """{'model': ...}, or model0, model1 ... of virtual stages: core's sharded state dicts, as stock Megatron-LM names them."""
+    chunks = bare(model)
+    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    return {name: chunk.sharded_state_dict(metadata=with_group(metadata)) for name, chunk in zip(names, chunks)}
 
 
 def load_megatron(model, checkpoint) -> Path:
@@ -39,9 +27,10 @@ def load_megatron(model, checkpoint) -> Path:
     """
     from megatron.core import dist_checkpointing
 
-    folder, chunks = iteration_folder(checkpoint), bare(model)
-    metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
-    state = dist_checkpointing.load(model_state(chunks, metadata), str(folder))
-    for key, chunk in zip(["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))], chunks):
-        chunk.load_state_dict(state[key], strict=True)
+    folder = find(checkpoint)
+    template = model_state(model, dist_checkpointing.load_content_metadata(str(folder)) or {})
+    names = list(template)  # load() empties the dict it is given
+    state = dist_checkpointing.load(template, str(folder))
+    for name, chunk in zip(names, bare(model)):
+        chunk.load_state_dict(state[name], strict=True)
     return folder

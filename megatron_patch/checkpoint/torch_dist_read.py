@@ -15,7 +15,6 @@ from megatron_patch.checkpoint.frame import data_span
 from megatron_patch.checkpoint.inert import InertUnpickler, load_weights_only
 from megatron_patch.checkpoint.safetensors_file import read_exactly
 
-TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common_state/shard_0_1"
 
 
@@ -27,23 +26,6 @@ class Piece(NamedTuple):
     file: str
     start: int
     length: int
-
-
-def find(ckpt) -> Path:
-    """The folder that holds the data: ``ckpt`` itself, or what its tracker file points to. Raises ValueError."""
-    ckpt = Path(ckpt)
-    if (ckpt / "metadata.json").is_file():
-        return ckpt
-    if not (ckpt / TRACKER).is_file():
-        raise ValueError(f"{ckpt} is no Megatron checkpoint: neither metadata.json (one iteration) nor {TRACKER} (the root) is there. "
-                         f"A save or conversion that was cut off leaves neither.")
-    text = (ckpt / TRACKER).read_text().strip()
-    if text != "release" and not text.isdigit():
-        raise ValueError(f"{ckpt / TRACKER} says '{text[:40]}'; expected an iteration number or 'release'.")
-    folder = ckpt / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if not (folder / "metadata.json").is_file():
-        raise ValueError(f"{ckpt / TRACKER} points to {folder}, which holds no metadata.json; the save was cut off or is not torch_dist.")
-    return folder
 
 
 class TorchDist:

@@ -21,12 +21,12 @@ from megatron_patch.checkpoint.frame import frame, object_blob
 from megatron_patch.checkpoint.plan import plan
 from megatron_patch.checkpoint.saved_args import disk_vocab_rows, saved_args
 from megatron_patch.checkpoint.torch_dist_keys import disk_tensors, extra_states, is_stacked
+from megatron_patch.checkpoint.tracker import TRACKER
 
 BUFFER = 1 << 18  # fits the second-level cache: as fast as the kernel's own copy
 BLOCK = 4 << 20
 FILE_SIZE = 4 << 30
 FORMAT = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1)
-TRACKER = "latest_checkpointed_iteration.txt"
 CONTENT = dict(singleton_local_shards=False, chained_optim_avoid_prefix=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_patch.checkpoint.hf import bare
+from megatron_patch.checkpoint.megatron import model_state, with_group
 from megatron_patch.checkpoint.saved_args import saved_args
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype)
@@ -25,20 +25,6 @@ def content_metadata(settings) -> dict:
         return dict(out, distrib_optim_sharding_type="dp_reshardable")
     return dict(out, distrib_optim_sharding_type="fully_reshardable",
                 distrib_optim_fully_reshardable_mem_efficient=settings.checkpoint.distrib_optim_fully_reshardable_mem_efficient)
-
-
-def with_group(metadata: dict) -> dict:
-    """``metadata`` as sharded_state_dict wants it; the group is never written."""
-    from megatron.core import parallel_state as ps
-
-    return dict(metadata, dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True))
-
-
-def model_state(job, metadata: dict) -> dict:
-    """{'model': ...} or {'model0': ..., 'model1': ...} of this rank's chunks."""
-    chunks = bare(job.chunks)
-    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    return {name: chunk.sharded_state_dict(metadata=with_group(metadata)) for name, chunk in zip(names, chunks)}
 
 
 def rng_state(settings) -> Any:
@@ -105,7 +91,7 @@ def is_plain(value) -> bool:
 def full_state(job, progress, metadata: dict) -> dict:
     """The state dict to save."""
     state = dict(args=checkpoint_args(job, progress), checkpoint_version=3.0, iteration=progress.iteration,
-                 num_floating_point_operations_so_far=0, **model_state(job, metadata))
+                 num_floating_point_operations_so_far=0, **model_state(job.chunks, metadata))
     if not job.settings.checkpoint.no_save_optim:
         state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=False, metadata=with_group(metadata))
         state["opt_param_scheduler"] = job.scheduler.state_dict()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_patch import upstream
 from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint.tracker import iteration_folder, locate, write_tracker
 from megatron_patch.training.assemble import gather_parameters
-from megatron_patch.training.checkpoint_folder import iteration_folder, locate, write_tracker
 from megatron_patch.training.checkpoint_state import content_metadata, full_state
 
 LOG = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_patch.checkpoint.hf import bare
+from megatron_patch.checkpoint.megatron import model_state, with_group
 from megatron_patch.checkpoint.saved_args import differences
-from megatron_patch.training.checkpoint_folder import Found
-from megatron_patch.training.checkpoint_state import model_state, restore_rng, rng_state, with_group
+from megatron_patch.checkpoint.tracker import Found
+from megatron_patch.training.checkpoint_state import restore_rng, rng_state
 
 LOG = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def _template(job, found: Found, common: dict, parts: Parts) -> tuple[dict[str, 
         sharding = check_resumable(found.path, job.optimizer)
         if sharding != "plain":
             metadata["distrib_optim_sharding_type"] = sharding
-    state: dict[str, Any] = model_state(job, metadata)
+    state: dict[str, Any] = model_state(job.chunks, metadata)
     if parts.optimizer:
         state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=True, metadata=with_group(metadata))
     if parts.rng:

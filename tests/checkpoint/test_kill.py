@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from megatron_patch.checkpoint import convert, output, torch_dist_read
+from megatron_patch.checkpoint import convert, output, tracker
 from megatron_patch.checkpoint.folder import HfFolder
 from tests.checkpoint import small
 from tests.checkpoint.test_others import same_checkpoint
@@ -87,7 +87,7 @@ def test_kill_during_hf_to_megatron(folder, tmp_path):
         assert killed_at(moment, lambda out=out: convert.hf_to_megatron(folder, out))
         if not out.exists():
             with pytest.raises(ValueError, match="no Megatron checkpoint"):
-                torch_dist_read.find(out)
+                tracker.find(out)
             convert.hf_to_megatron(folder, out)
         convert.megatron_to_hf(out, folder, tmp_path / f"b{moment}")
         same_checkpoint(folder, tmp_path / f"b{moment}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patch.checkpoint import convert, torch_dist_read
+from megatron_patch.checkpoint import convert, torch_dist_read, tracker
 from megatron_patch.checkpoint.folder import HfFolder
 from tests.checkpoint import small
 from tests.checkpoint.conftest import CASES
@@ -113,7 +113,7 @@ def test_vocabulary_padding_never_leaves(tmp_path):
 def test_norm_before_experts_has_both_names(megatron):
     """Native and TE models ask for that norm under different keys; both are there, as one blob, stacked and per layer."""
     for case, at in (("qwen3_moe", "decoder.layers."), ("qwen2_moe", "decoder.layers.3.")):
-        disk = torch_dist_read.TorchDist(torch_dist_read.find(megatron[case]))
+        disk = torch_dist_read.TorchDist(tracker.find(megatron[case]))
         lead = (3,) if case == "qwen3_moe" else ()
         native, te = (disk.rows(at + name, lead, 0, 64) for name in ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"))
         assert torch.equal(native, te) and native.std() > 0.1
@@ -220,7 +220,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path):
     attempt(lambda c: (c / "release/__0_0.distcp").unlink(), "points to '__0_0.distcp'")
     attempt(lambda c: (c / "release/__0_0.distcp").write_bytes((c / "release/__0_0.distcp").read_bytes()[:9000]), "__0_0.distcp")
     attempt(lambda c: (c / "release/.metadata").write_bytes(b"\x80\x04rubbish"), ".metadata cannot be read")
-    attempt(lambda c: (c / "release/metadata.json").unlink(), "holds no metadata.json")
+    attempt(lambda c: (c / "release/metadata.json").unlink(), "has no metadata.json")
     attempt(lambda c: (c / "latest_checkpointed_iteration.txt").write_text("12"), "iter_0000012")
     attempt(lambda c: (c / "latest_checkpointed_iteration.txt").unlink(), "no Megatron checkpoint")
 

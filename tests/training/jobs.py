@@ -328,8 +328,8 @@ def _background(model, data, root, whole) -> None:
     """--async-save: when the tracker changes the new checkpoint can be read whole, and after the run nothing is pending."""
     from torch.distributed.checkpoint import FileSystemReader
 
+    from megatron_patch.checkpoint.tracker import locate
     from megatron_patch.training import checkpointing
-    from megatron_patch.training.checkpoint_folder import locate
 
     seen, write = [], checkpointing.write_tracker
 

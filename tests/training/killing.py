@@ -55,7 +55,7 @@ def second_save_begins(root: Path):
 
 def measure(model, data, root: Path, flags) -> float:
     """Seconds from the begin of the second save until the tracker names it."""
-    from megatron_patch.training.checkpoint_folder import TRACKER
+    from megatron_patch.checkpoint.tracker import TRACKER
 
     pid = child(model, data, str(root), flags)
     assert wait_for(second_save_begins(root), pid)
@@ -104,7 +104,7 @@ def main(model: str, data: str, folder: str, moments: str, **flags) -> None:
     from megatron.core import dist_checkpointing  # noqa: F401
 
     import megatron_patch.training.run  # noqa: F401
-    from megatron_patch.training.checkpoint_folder import locate
+    from megatron_patch.checkpoint.tracker import locate
 
     torch.set_num_threads(1)
     reference, out = Path(folder) / "reference", []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_patch.training.checkpoint_folder import locate
+from megatron_patch.checkpoint.tracker import locate
 from tests.checkpoint.ranks import _stock_args
 from tests.training.jobs import LAYOUTS, RESHARD, curve, digest, parameters, settings_of, train
 

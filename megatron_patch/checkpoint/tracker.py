@@ -1,0 +1,77 @@
+"""Names inside a checkpoint folder, in Megatron-LM's layout, and where its newest checkpoint is.
+
+    latest_checkpointed_iteration.txt   '10', or 'release'
+    iter_0000010/                       one checkpoint; complete, because it is renamed into place when it is
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.checkpoint import output
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk: ``path`` its folder; ``release``: weights only, from a conversion."""
+
+    path: Path
+    iteration: int
+    release: bool
+
+
+def iteration_folder(root, iteration: int) -> Path:
+    """root/iter_0000010"""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def locate(root, step: int | None = None) -> Found | None:
+    """The checkpoint of iteration ``step``, else the one that the tracker names; None when there is no tracker.
+
+    Raises ValueError, naming the path, for a tracker or a checkpoint that cannot be read.
+    """
+    root = Path(root)
+    tracker = root / TRACKER
+    if step is not None:
+        return _complete(iteration_folder(root, step), step, False)
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return _complete(root / "release", 0, True)
+    if not text.isdigit():
+        raise ValueError(f"{tracker} holds {text[:40]!r}; expected an iteration number or 'release'.")
+    return _complete(iteration_folder(root, int(text)), int(text), False)
+
+
+def find(ckpt) -> Path:
+    """The folder that holds the data: ``ckpt`` itself when it is one checkpoint, else what its tracker names. Raises ValueError."""
+    ckpt = Path(ckpt)
+    if (ckpt / "metadata.json").is_file():
+        return ckpt
+    found = locate(ckpt)
+    if found is None:
+        raise ValueError(f"{ckpt} is no Megatron checkpoint: neither metadata.json (one iteration) nor {TRACKER} (the root) is there. "
+                         f"A save or conversion that was cut off leaves neither.")
+    return found.path
+
+
+def _complete(folder: Path, iteration: int, release: bool) -> Found:
+    # A run killed while it replaced a checkpoint of the same iteration left the earlier one under this name.
+    earlier = folder.parent / f".{folder.name}.replaced"
+    if not folder.exists() and earlier.is_dir():
+        folder = earlier
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint {folder} does not exist.")
+    for name in ("metadata.json", ".metadata"):
+        if not (folder / name).is_file():
+            kind = "it was written by another format or the copy is incomplete; only torch_dist checkpoints are read"
+            raise ValueError(f"checkpoint {folder} has no {name}: {kind}.")
+    return Found(folder, iteration, release)
+
+
+def write_tracker(root, iteration: int) -> None:
+    """Point the tracker at ``iteration``, atomically."""
+    output.write_file(Path(root) / TRACKER, str(iteration).encode())
+    output.sync_folder(Path(root))
