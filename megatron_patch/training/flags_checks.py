@@ -185,10 +185,6 @@ def data(v: Values, given: frozenset[str]) -> str | None:
         return ' and '.join(sources) + ' exclude each other: give one source of data'
     if per_split and v['split'] is not None:
         return f'--split {v["split"]} goes with --data-path, found --{per_split[0].replace("_", "-")}'
-    if v['dataloader_fast_cache_load'] and v['data_cache_path'] is None:
-        return '--dataloader-fast-cache-load needs --data-cache-path'
-    if v['dataloader_defer_npy_index_mmap'] and not v['dataloader_fast_cache_load']:
-        return '--dataloader-defer-npy-index-mmap needs --dataloader-fast-cache-load'
     longest, length = v['max_position_embeddings'], v['seq_length']
     if longest is not None and length is not None and length > longest:
         return f'--seq-length {length} is above --max-position-embeddings {longest}'

@@ -91,16 +91,10 @@ class DataSettings:
     """Do not build attention masks in the data loader."""
     num_dataset_builder_threads: int = 1
     """Threads a rank uses to build data sets."""
-    object_storage_cache_path: str | None = None
-    """Folder for .idx files fetched from object storage."""
     mid_level_dataset_surplus: float = 0.005
     """Share of extra samples drawn for the parts of a blend."""
     allow_ambiguous_pad_tokens: bool = False
     """Keep pad tokens in the loss when the pad id is also an ordinary id."""
-    dataloader_fast_cache_load: bool = False
-    """Trust the index caches without checking that they exist; needs --data-cache-path."""
-    dataloader_defer_npy_index_mmap: bool = False
-    """Map the index caches at the first access; needs --dataloader-fast-cache-load."""
     tokenizer_type: Literal[TOKENIZERS] | None = None
     """Kind of tokenizer; HuggingFaceTokenizer when --tokenizer-model is given."""
     tokenizer_model: str | None = None
@@ -191,8 +185,6 @@ class RunSettings:
     """The signal of --exit-signal-handler."""
     log_interval: int = 100
     """Iterations between progress lines."""
-    log_params_norm: bool = False
-    """Log the norm of the weights."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     tensorboard_log_interval: int = 1
@@ -205,8 +197,6 @@ class RunSettings:
     """Time limit of a collective."""
     use_gloo_process_groups: bool = flag(True, '--disable-gloo-process-groups')
     """Do not make gloo groups beside the nccl ones."""
-    use_tp_pp_dp_mapping: bool = False
-    """Order ranks as tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp."""
     metrics_file: str | None = None
     """Ours: JSON-lines file of per-iteration metrics; metrics.jsonl in the --save folder when not given."""
     config: str | None = None

@@ -90,8 +90,12 @@ UNSUPPORTED = _table({
         memory_snapshot_path record_shapes nvtx_ranges''',
     'metrics.jsonl and TensorBoard already hold step time, tokens/s, loss scale and validation loss': '''
         log_throughput log_progress timing_log_level timing_log_option log_timers_to_tensorboard
-        log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_memory_interval
+        log_params_norm log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_memory_interval
         log_device_memory_used log_world_size_to_tensorboard log_energy''',
+    'datasets are read from local or mounted files with one cache, --data-cache-path': '''
+        object_storage_cache_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap''',
+    'ranks are ordered as tp-cp-ep-dp-pp, core\'s default': '''
+        use_tp_pp_dp_mapping''',
     'use Python logging and --tensorboard-dir': '''
         logging_level wandb_project wandb_exp_name wandb_save_dir wandb_entity enable_one_logger one_logger_project
         one_logger_run_name one_logger_async app_tag_run_name app_tag_run_version''',

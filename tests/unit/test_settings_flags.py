@@ -64,8 +64,6 @@ NEEDS = {
     'min_lr': ['--lr', '9'],
     'save': ['--save-interval', '2'], 'save_retain_interval': ['--save-interval', '1'],
     'use_checkpoint_args': ['--load', 'D'], 'save_hf_interval': ['--save-hf', 'D'],
-    'dataloader_fast_cache_load': ['--data-cache-path', 'D'],
-    'dataloader_defer_npy_index_mmap': ['--data-cache-path', 'D', '--dataloader-fast-cache-load'],
     'world_size': ['--dry-run'],
 }
 # A valid value where the first one that comes to mind is not.
