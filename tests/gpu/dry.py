@@ -38,7 +38,15 @@ def _tracked(root, data) -> dict:
 
 def _compared(call) -> list:
     faults, count, result = _run(call)
-    return [faults, count, result == call()]
+    return [faults, count, _same(result, call())]
+
+
+def _same(tracked, plain) -> bool:
+    """Equal; losses of a run in 16 bits up to rounding, because products made 'on the GPU' do not take the CPU's fp32 route."""
+    if not isinstance(tracked, dict) or "losses" not in tracked:
+        return tracked == plain
+    gaps = [abs(a - b) for one, other in zip(tracked["losses"], plain["losses"]) for a, b in zip(one, other, strict=True)]
+    return tracked["bitwise"] == plain["bitwise"] and max(gaps) <= 1e-2
 
 
 def _run(call) -> tuple:
