@@ -32,7 +32,7 @@ def test_report(tmp_path):
     assert rows["torch.cuda:current_device"]["upstream"].startswith("megatron/core") and rows["torch.cuda:current_device"]["reason"]
     assert "during a build" in rows["megatron.core.optimizer:DistributedOptimizer"]["reason"]
     assert "stay as they are" in report["undo"]
-    assert len(report["traps"]) == len(TRAPS) == 7 and all(all(trap.values()) for trap in report["traps"])
+    assert len(report["traps"]) == len(TRAPS) >= 7 and all(all(trap.values()) for trap in report["traps"])
     told = [report["undo"], *rows, *(trap["name"] for trap in report["traps"])]
     assert [text for text in told if text not in run.stdout] == []
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
