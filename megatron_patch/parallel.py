@@ -54,19 +54,24 @@ def initialize(config, seed: int = 1234) -> None:
 
     Raises ValueError for a layout mistake, before any group is made.
     """
-    global _current
     start_processes()
     layout.check(config, dist.get_world_size())
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    sizes = _sizes(config)
+    make_groups(**_sizes(config))
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def make_groups(**sizes) -> None:
+    """core's initialize_model_parallel(**sizes), once: groups of the same sizes are kept, others are closed first."""
+    global _current
+    from megatron.core import parallel_state
+
     if not parallel_state.model_parallel_is_initialized() or sizes != _current:
         destroy()
         parallel_state.initialize_model_parallel(**sizes)
         _current = sizes
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def destroy() -> None:

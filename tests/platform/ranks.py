@@ -119,12 +119,13 @@ def build(config, scale=2.0**12):
 
 
 def init(tp=1, pp=1, ep=1, etp=None, vp=None):
-    """(Re)make the parallel groups."""
-    from megatron.core import parallel_state as ps
+    """Make the parallel groups; those of other sizes are closed, because gloo keeps threads for each until then."""
+    from megatron_patch import parallel
 
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
-    ps.initialize_model_parallel(tp, pp, vp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    parallel.make_groups(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp,
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+    )  # fmt: skip
 
 
 def batches():

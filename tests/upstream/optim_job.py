@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_patch import parallel
 from megatron_patch.optim.build import build_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,9 +53,8 @@ class Job:
         seed=1,
         **optimizer_fields,
     ):
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp, pp, vp, expert_model_parallel_size=ep)
+        parallel.make_groups(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp,
+                             expert_model_parallel_size=ep)
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self.dtype, self.vp = DTYPES[dtype], vp
