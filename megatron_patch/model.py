@@ -17,7 +17,8 @@ def transformer_config(config: ModelConfig):
 
     kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
     known = {f.name for f in dataclasses.fields(kind)}
-    fields = {**_defaults(config), **{k: v for k, v in config.fields.items() if v is not None or k not in _defaults(config)}}
+    defaults = _defaults(config)
+    fields = {**defaults, **{k: v for k, v in config.fields.items() if v is not None or k not in defaults}}
     unknown = sorted(set(fields) - known)
     if unknown:
         raise ValueError(f"megatron-core {upstream.CORE_TEXT} has no config fields {unknown}; a newer core or another spelling is needed.")
@@ -76,13 +77,11 @@ def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
     """All model chunks of this rank: one, or one per virtual pipeline stage."""
     from megatron.core import parallel_state as ps
 
-    chunks, pp = [], config.pipeline_model_parallel_size
-    rank = ps.get_pipeline_model_parallel_rank()
-    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        last = (config.virtual_pipeline_model_parallel_size or 1) - 1
-        chunks.append(build_model(config, pre_process=rank == 0 and stage == 0, post_process=rank == pp - 1 and stage == last,
-                                  vp_stage=stage if config.virtual_pipeline_model_parallel_size else None, layer_impl=layer_impl))
-    return chunks
+    rank, last_rank = ps.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size - 1
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    return [build_model(config, pre_process=rank == 0 and stage == 0, post_process=rank == last_rank and stage == stages - 1,
+                        vp_stage=stage if config.virtual_pipeline_model_parallel_size else None, layer_impl=layer_impl)
+            for stage in range(stages)]
 
 
 def _use_rope_table(model, config) -> None:

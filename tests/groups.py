@@ -8,25 +8,19 @@ run many cases in it: a process costs 8 s of imports."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from megatron_patch.launch import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class RankError(AssertionError):
     """A rank failed; the message holds the traceback of the first one that did."""
-
-
-def free_port():
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(world_size, target, *args, timeout=300, env=None):

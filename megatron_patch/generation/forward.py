@@ -29,7 +29,7 @@ def full_logits(model, tokens_BS: Tensor, attention_mask: Tensor | None = None, 
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     if last:
         out = _gather_context(_gather_vocabulary(out)[..., : config.vocab_size].contiguous(), packed_seq_params)
-    return _from_last_stage(out, tokens_BS, config, last)
+    return _from_last_stage(out, tokens_BS, config, last, next(chunks[0].parameters()))
 
 
 def _run(chunks, config, tokens_BS, attention_mask, packed):
@@ -87,15 +87,13 @@ def _gather_context(t, packed):
     return torch.cat(gather(t, group), dim=1)[:, order]
 
 
-def _from_last_stage(out, tokens_BS, config, last):
+def _from_last_stage(out, tokens_BS, config, last, like):
+    """The last pipeline stage's ``out`` on every stage; ``like`` has the logits' dtype and device."""
     from megatron.core import parallel_state as ps
 
     if config.pipeline_model_parallel_size == 1:
         return out
-    from megatron_patch import platform
-
     if not last:
-        dtype = torch.bfloat16 if config.get("bf16") else torch.float16 if config.get("fp16") else torch.float32
-        out = torch.empty(*tokens_BS.shape, config.vocab_size, dtype=dtype, device=platform.current().device)
+        out = torch.empty(*tokens_BS.shape, config.vocab_size, dtype=like.dtype, device=like.device)
     dist.broadcast(out, src=ps.get_pipeline_model_parallel_last_rank(), group=ps.get_pipeline_model_parallel_group())
     return out
