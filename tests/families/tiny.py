@@ -61,11 +61,14 @@ def save(case: str, folder, seed: int = 0, **overrides):
     return model
 
 
-def save_gradients(model, folder, ids, labels):
-    """Save d(mean cross-entropy)/d(parameter) of ``model`` under the names that its weights have on disk; returns the loss."""
+def save_gradients(model, folder, ids, labels, mask=None):
+    """Save d(mean cross-entropy)/d(parameter) of ``model`` under the names that its weights have on disk; returns the loss.
+    ``mask`` [b, s]: 1 where the label counts; all count without it. Nothing but cross-entropy is in the loss (B134)."""
     model.zero_grad()
     logits = model(ids).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    weight = torch.ones_like(each) if mask is None else mask.flatten()
+    loss = (each * weight).sum() / weight.sum()
     loss.backward()
     kept = {name: p.data for name, p in model.named_parameters()}
     for p in model.parameters():
