@@ -15,9 +15,11 @@ IMPLEMENTATIONS = ("native", "te")
 def block_spec(config, layer_impl: str = "native", vp_stage=None):
     """The TransformerBlockSubmodules of this pipeline stage for a TransformerConfig ``config``.
 
-    Raises ValueError for an unknown ``layer_impl`` or for 'te' without Transformer Engine.
+    Raises ValueError for an unknown ``layer_impl``, for 'te' without Transformer Engine and for grouped products of experts without it.
     """
     require(layer_impl)
+    if layer_impl == "native" and getattr(config, "moe_grouped_gemm", False):
+        raise ValueError("moe_grouped_gemm needs layer_impl 'te': the native layers run experts one after another, to the same result.")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=layer_impl == "te", normalization=config.normalization,

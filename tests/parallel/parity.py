@@ -53,7 +53,7 @@ def logits(folders: dict, layouts: list) -> dict:
 
 
 def gradients(folders: dict, layouts: list, out: str) -> dict:
-    """{'case/layout': [loss difference, largest relative gradient difference, its tensor]} on rank 0.
+    """{'case/layout': [loss difference, largest relative gradient difference, its tensor, and the two of farthest_replica]} on rank 0.
 
     The gradients take the place of the weights and leave through save_hf, so that every name and slice is compared.
     """
@@ -67,6 +67,7 @@ def gradients(folders: dict, layouts: list, out: str) -> dict:
             config, chunks = load(folder, layout)
             expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
             loss = one_step(config, chunks, expected["tokens"], expected["labels"])
+            replicas = farthest_replica(chunks)
             with torch.no_grad():
                 for chunk in chunks:
                     for p in chunk.parameters():
@@ -74,8 +75,27 @@ def gradients(folders: dict, layouts: list, out: str) -> dict:
             target = f"{out}/{case}-{layout}"
             save_hf(chunks, target, folder)
             if dist.get_rank() == 0:
-                found[f"{case}/{layout}"] = [abs(loss - expected["loss"]), *farthest(f"{folder}/gradients", target)]
+                found[f"{case}/{layout}"] = [abs(loss - expected["loss"]), *farthest(f"{folder}/gradients", target), *replicas]
     return found
+
+
+def farthest_replica(chunks) -> list:
+    """[largest difference between tensor-parallel ranks, relative, of the gradient of a parameter that each of them holds whole; names
+    of shared-expert gates among these parameters that have a gradient]."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    worst, gates = 0.0, []
+    for chunk in chunks:
+        for name, p in chunk.named_parameters():
+            if getattr(p, "tensor_model_parallel", False) or ".experts." in name:
+                continue
+            low, high = p.main_grad.clone(), p.main_grad.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=ps.get_tensor_model_parallel_group())
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=ps.get_tensor_model_parallel_group())
+            worst = max(worst, ((high - low).max() / high.abs().max()).item())
+            gates += [name] if name.endswith("gate_weight") and high.abs().max() > 1e-6 else []
+    return [worst, gates]
 
 
 def wrap(chunks, **fields) -> list:

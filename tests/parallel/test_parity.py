@@ -1,10 +1,14 @@
 """Logits equal Transformers' within 1e-4, every family and variant, every layout (fp32, CPU)."""
 
+import itertools
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.families.tiny import CASES, MOE
 from tests.groups import run_ranks
+from tests.parallel import experts
 
 BOUND = 1e-4
 PARITY = "tests.parallel.parity:logits"
@@ -19,14 +23,18 @@ def check(results):
 
 
 def test_models_tell_right_from_wrong(zoo):
-    """Logits have a standard deviation >= 0.5, so that 1e-4 means something."""
+    """Logits have a standard deviation >= 0.5, so that 1e-4 means something; no two norms of a model are alike, so that parity says
+    which of them feeds the experts (B63)."""
     for case, folder in zoo.items():
         assert torch.load(f"{folder}/expected.pt", weights_only=True)["logits"].std() >= 0.5, case
+        norms = [value for name, value in load_file(f"{folder}/model.safetensors").items() if name.endswith("layernorm.weight")]
+        gaps = [(a - b).abs().mean() for a, b in itertools.combinations([torch.ones_like(norms[0]), *norms], 2)]
+        assert len(norms) >= 8 and min(gaps) >= 0.1, case
 
 
 @pytest.mark.layered
 def test_one_rank(zoo):
-    """1 rank, every case."""
+    """1 rank, every case; with norm weights that are not 1 (B63). Mutant: Mixtral's two norms of a layer exchanged."""
     results = run_ranks(1, PARITY, zoo, ["one"])
     assert len(results[0]) == len(CASES)
     check(results)
@@ -38,11 +46,29 @@ def test_two_ranks(zoo):
     check(run_ranks(2, PARITY, zoo, TWO, timeout=600))
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(zoo, tmp_path_factory):
+    """Results of tests.parallel.experts.everything on 2 ranks."""
+    moe, cases = {case: zoo[case] for case in MOE}, experts.make(tmp_path_factory.mktemp("experts"))
+    return run_ranks(2, "tests.parallel.experts:everything", moe, ["ep2", "ep2allgather", "etp2", "tp2ep2"], cases, timeout=600)
+
+
 @pytest.mark.timeout(600)
-def test_experts_on_two_ranks(zoo):
+def test_experts_on_two_ranks(on_two_ranks):
     """EP2 with both dispatchers, expert-TP 2 and TP2+EP2 on 2 ranks, every mixture of experts."""
-    moe = {case: zoo[case] for case in MOE}
-    check(run_ranks(2, PARITY, moe, ["ep2", "ep2allgather", "etp2", "tp2ep2"], timeout=600))
+    check([rank["logits"] for rank in on_two_ranks])
+
+
+@pytest.mark.timeout(600)
+def test_sequential_equals_grouped_experts(on_two_ranks):
+    """8 experts, narrower and wider than the hidden size, experts whole and over EP2: one after another, as the native layers run
+    them, and in one grouped product of the stacked weights of our checkpoint, logits within 1e-5; both are Transformers' (B30).
+    Mutants: gate and up swapped in the checkpoint, its experts in another order."""
+    for rank in on_two_ranks:
+        assert len(rank["experts"]) == 4
+        wrong = {k: v for k, v in rank["experts"].items() if not (v[0] <= 1e-5 and v[1] <= BOUND)}
+        assert not wrong, wrong
+        assert "moe_grouped_gemm needs layer_impl 'te'" in rank["refusal"]
 
 
 @pytest.mark.timeout(600)

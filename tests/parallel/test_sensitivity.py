@@ -5,8 +5,9 @@ from tests.groups import run_ranks
 
 
 def test_every_change_shows(zoo):
-    """Every case, every tensor part, every rope number, eps."""
+    """Every case, every tensor part, every rope number, eps; Qwen2-MoE's shared-expert gates among them (B131)."""
     moved = run_ranks(1, "tests.parallel.parity:sensitivity", zoo)[0]
     still = {k: v for k, v in moved.items() if not v >= 1e-2}
     assert {k.split("/")[0] for k in moved} == set(CASES)
     assert not still, still
+    assert sum("shared_expert_gate.weight" in k for k in moved) == 3

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.groups import run_ranks
@@ -17,20 +18,26 @@ def convert(folder, out):
 
 
 def test_original_passes_and_a_swap_fails(zoo, tmp_path):
-    """Gate and up swapped in layer 2: no shape changes, no round trip sees it; the report names layer 2 and fails."""
+    """Gate and up swapped in layer 2: no shape changes, no round trip sees it; the report names layer 2, the first that departs, and
+    fails (B36). In bf16 the tolerance comes from the depth, the argmax agreement is told, and the swap still fails. Mutants: the last
+    layer that departs named, a tolerance that no swap exceeds."""
     bad = tmp_path / "bad"
     shutil.copytree(zoo["llama"], bad, ignore=shutil.ignore_patterns("gradients", "expected.pt"))
     weights = load_file(bad / "model.safetensors")
     gate, up = (f"model.layers.2.mlp.{p}_proj.weight" for p in ("gate", "up"))
     weights[gate], weights[up] = weights[up], weights[gate]
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
-    checkpoints = [None, convert(zoo["llama"], tmp_path / "m"), convert(bad, tmp_path / "mbad")]
-    own, converted, wrong = run_ranks(1, "tests.parallel.verify_cases:reports", zoo["llama"], checkpoints)[0]
+    good, swapped = convert(zoo["llama"], tmp_path / "m"), convert(bad, tmp_path / "mbad")
+    checkpoints = [[None, False], [good, False], [swapped, False], [good, True], [swapped, True]]
+    own, converted, wrong, half, wrong_half = run_ranks(1, "tests.parallel.verify_cases:reports", zoo["llama"], checkpoints)[0]
     for report in (own, converted):
         assert report["passed"] and report["greedy_identical"] and report["first_layer_that_departs"] is None
         assert report["max_logit_difference"] <= 1e-4 and abs(report["loss_hf"] - report["loss_megatron"]) <= 1e-4
         assert report["greedy_smallest_gap"] > 1e-3
     assert not wrong["passed"] and wrong["first_layer_that_departs"] == 2
+    assert half["passed"] and half["first_layer_that_departs"] is None and half["argmax_agreement"] >= 0.95
+    assert half["tolerance"] == pytest.approx(2**-7 * 8 * 8**0.5 * max(1.0, half["logit_std"]))  # 4 layers, 8 sub-layers
+    assert not wrong_half["passed"] and wrong_half["first_layer_that_departs"] == 2
 
 
 MISTAKES = [

@@ -2,10 +2,13 @@
 
 
 def reports(hf: str, checkpoints: list) -> list:
-    """One report per entry: None reads the weights from ``hf`` itself, a path reads that Megatron checkpoint."""
+    """One report per entry [checkpoint, in bf16]: None reads the weights from ``hf`` itself, a path reads that Megatron checkpoint."""
+    import torch
+
     from megatron_patch import load_config, verification
 
-    return [verification.run(load_config(hf), hf, checkpoint=c, length=32, new_tokens=8) for c in checkpoints]
+    return [verification.run(load_config(hf, **({"bf16": True} if half else {})), hf, checkpoint=checkpoint, length=32, new_tokens=8,
+                             dtype=torch.bfloat16 if half else torch.float32) for checkpoint, half in checkpoints]
 
 
 def mistakes(hf: str, cases: list) -> list:
