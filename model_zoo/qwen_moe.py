@@ -36,7 +36,8 @@ MOE_CONFIG = dict(
     moe_router_pre_softmax=negated("norm_topk_prob"),  # softmax before top-k is the same as no renormalisation
     moe_layer_freq=Field("mlp_only_layers", lambda _, hf: layer_frequency(hf), dense_layers, default=layer_frequency),
     moe_router_load_balancing_type=fixed("aux_loss"),
-    moe_token_dispatcher_type=fixed("alltoall"), moe_aux_loss_coeff=fixed(0.0))
+    moe_token_dispatcher_type=fixed("alltoall"),
+    moe_aux_loss_coeff=fixed(0.0))  # off until asked for; router_aux_loss_coef c is c * top-k / MoE layers, see --moe-aux-loss-coeff
 MOE_WEIGHTS = dict(
     moe_norm=(H + "post_attention_layernorm.weight",), router=(M + "gate.weight",),
     expert_in=(E + "gate_proj.weight", E + "up_proj.weight"), expert_out=(E + "down_proj.weight",))

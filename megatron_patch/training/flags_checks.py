@@ -163,12 +163,13 @@ def _weight_decay(v: Values) -> str | None:
 
 
 def optimizer(v: Values, given: frozenset[str]) -> str | None:
+    if v['use_distributed_optimizer'] and v['optimizer'] != 'adam':
+        return (f'--use-distributed-optimizer with --optimizer {v["optimizer"]}: megatron-core shards the state of adam only; '
+                'leave one of the two out')
     if v['overlap_param_gather'] and not (v['use_distributed_optimizer'] and v['overlap_grad_reduce']):
         return '--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce'
     if v['use_precision_aware_optimizer'] and not (v['use_distributed_optimizer'] and v['optimizer'] == 'adam'):
         return '--use-precision-aware-optimizer needs --use-distributed-optimizer and --optimizer adam'
-    if v['optimizer_cpu_offload'] and not v['use_precision_aware_optimizer']:
-        return '--optimizer-cpu-offload needs --use-precision-aware-optimizer'
     if v['fp8_param_gather'] and not v['use_distributed_optimizer']:
         return '--fp8-param-gather needs --use-distributed-optimizer'
     if v['num_distributed_optimizer_instances'] > 1 and not v['use_distributed_optimizer']:
@@ -207,6 +208,9 @@ def checkpoint(v: Values, given: frozenset[str]) -> str | None:
 
 
 def experts(v: Values, given: frozenset[str]) -> str | None:
+    if v['moe_grouped_gemm'] and v['transformer_impl'] not in ('te', 'transformer_engine'):
+        return ('--moe-grouped-gemm needs --transformer-impl te: the native layers run experts one after another, to the same result; '
+                'give it, or leave the flag out')
     if v['hf_model'] or v['use_checkpoint_args']:
         return None
     if v['expert_model_parallel_size'] > 1 and not v['num_experts']:

@@ -47,9 +47,6 @@ DTYPES = {'main_grads_dtype': ['fp32', 'bf16'], 'main_params_dtype': ['fp32', 'f
 OPTIMIZER = {
     'min_lr': {'default': 0.0},
     'optimizer': {'choices': ['adam', 'sgd']},
-    'optimizer_offload_fraction': {'default': 1.0},
-    'pin_cpu_grads': {'arg_names': ['--no-pin-cpu-grads']},
-    'pin_cpu_params': {'arg_names': ['--no-pin-cpu-params']},
     **{name: {'type': str, 'choices': choices, 'default': 'fp32'} for name, choices in DTYPES.items()},
 }
 # DistributedDataParallelConfig field -> Megatron-LM's name of it.

@@ -127,7 +127,9 @@ class ModelFlags:
         'aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn', 'quantile_balancing', 'none'])
     """Load balancing of the router; several may be given."""
     moe_aux_loss_coeff: float = flag(0.0, type=float, nargs='+')
-    """Coefficient of the auxiliary loss, one per --moe-router-load-balancing-type."""
+    """Coefficient of the auxiliary loss, one per --moe-router-load-balancing-type. 0 for a Hugging Face model until given. Transformers'
+    router_aux_loss_coef c is c * top-k / number of MoE layers here: its loss is top-k times this one, and it is taken once over the
+    tokens of all layers, this one in every layer."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first pipeline stage."""
     decoder_last_pipeline_num_layers: int | None = None

@@ -27,6 +27,9 @@ UNSUPPORTED = _table({
         muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
         muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2
         use_layer_wise_param_layout dump_param_to_param_group_map''',
+    'offload of the optimizer needs --use-precision-aware-optimizer, and a run with both does not resume (Megatron-LM issue 1842)': '''
+        optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
+        pin_cpu_grads pin_cpu_params''',
     'only GPT-like decoders are built here, from --hf-model or --family': '''
         encoder_num_layers decoder_num_layers encoder_seq_length decoder_seq_length bert_binary_head bert_load
         bert_embedder_type output_bert_embeddings spec hybrid_layer_pattern hybrid_override_pattern

@@ -218,7 +218,7 @@ def check_tied(loop) -> None:
 # ---- resume ----
 
 def resume_bitwise(models: dict, data: str, folder: str, cases: list) -> dict:
-    """{'layout/dtype': True} when 3 + resume + 3 steps give the losses, weights and moments of 6 steps, bit for bit."""
+    """{'number model/layout/dtype': True} when 3 + resume + 3 steps give the losses, weights and moments of 6 steps, bit for bit."""
     out = {}
     for number, (model, layout, dtype, flags) in enumerate(cases):
         root = str(Path(folder) / f"{number}_{layout}_{dtype}")
@@ -229,7 +229,7 @@ def resume_bitwise(models: dict, data: str, folder: str, cases: list) -> dict:
         assert [line["iteration"] for line in again] == [4, 5, 6]
         same = [a == b for key in ("lm_loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples")
                 for a, b in zip(curve(whole[3:], key), curve(again, key))]
-        out[f"{model}/{layout}/{dtype}"] = all(same) and digest(loop) == expected
+        out[f"{number} {model}/{layout}/{dtype}"] = all(same) and digest(loop) == expected
     return out
 
 

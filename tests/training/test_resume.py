@@ -12,6 +12,9 @@ LAYOUTS = {"tp2": "llama", "pp2vpp2": "llama", "dp2": "llama", "ep2": "qwen3_moe
 DTYPES = ("fp32", "bf16", "fp16")
 # One case per layout and per dtype in CI; the product runs with `full`.
 SHORT = [("tp2", "bf16"), ("pp2vpp2", "fp16"), ("dp2", "fp32"), ("ep2", "bf16"), ("dp2", "fp16")]
+OTHER = dict(use_distributed_optimizer=False)  # sharded Adam is the default here
+OTHER_OPTIMIZERS = [("fp32", {}), ("fp32", dict(optimizer="sgd", sgd_momentum=0.9)), ("bf16", dict(optimizer="sgd", sgd_momentum=0.9)),
+                    ("fp32", dict(no_decoupled_weight_decay=True, weight_decay=0.1))]
 
 
 def two_rank_cases(pairs):
@@ -20,11 +23,13 @@ def two_rank_cases(pairs):
 
 @pytest.mark.timeout(300)
 def test_one_rank(models, data, tmp_path):
-    """6 steps == 3 + resume + 3 on one rank, fp32, bf16, fp16: losses, norms, scale, weights and moments, bitwise. Mutants: the
-    schedule, the loss scaler or the data position not restored."""
+    """6 steps == 3 + resume + 3 on one rank, fp32, bf16, fp16: losses, norms, scale, weights and moments, bitwise;
+    so do the plain Adam, SGD with momentum and Adam with L2 decay (B76; pairs that cannot are refused in test_settings). Mutants: the
+    schedule, the loss scaler, the data position or SGD's momentum not restored."""
     cases = [["llama", "one", dtype, dict(hidden_dropout=0.1)] for dtype in DTYPES]
+    cases += [["llama", "one", dtype, {**OTHER, **flags}] for dtype, flags in OTHER_OPTIMIZERS]
     found = run_ranks(1, f"{JOBS}:resume_bitwise", models, data, str(tmp_path), cases)[0]
-    assert len(found) == 3 and all(found.values()), found
+    assert len(found) == 3 + len(OTHER_OPTIMIZERS) and all(found.values()), found
 
 
 @pytest.mark.timeout(500)

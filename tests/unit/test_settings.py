@@ -109,14 +109,18 @@ def test_virtual_stages_turn_on_overlapped_communication(parse, flags, virtual):
     ('--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tL', ['3 stages', '2']),
     ('--train-iters 1 --train-samples 1', ['give one']), ('--lr 1e-4 --min-lr 1e-3', ['0.001', '0.0001']),
     ('--train-iters 8 --lr-decay-samples 8', ['--lr-decay-samples 8', '--lr-decay-iters']),
-    ('--overlap-param-gather', ['--use-distributed-optimizer']), ('--optimizer-cpu-offload', ['--use-precision-aware-optimizer']),
+    ('--overlap-param-gather', ['--use-distributed-optimizer']),
+    ('--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload', ['--optimizer-cpu-offload', 'issue 1842']),
+    ('--optimizer sgd --use-distributed-optimizer', ['--optimizer sgd', 'adam only']),
+    ('--optimizer sgd --use-distributed-optimizer --use-precision-aware-optimizer', ['--optimizer sgd']),
+    ('--num-experts 4 --moe-grouped-gemm', ['--moe-grouped-gemm needs --transformer-impl te']),
     ('--save x', ['--save-interval']), ('--save-hf-interval 2', ['--save-hf']), ('--use-checkpoint-args', ['--load']),
     ('--data-path a --mock-data', ['--data-path and --mock-data']), ('--world-size 8', ['--dry-run']),
     ('--seq-length 30 --context-parallel-size 2 ', ['30', '2']), ('--tensor-model-parallel-size 0', ['must be positive']),
     ('--num-query-groups 2', ['--group-query-attention']), ('--expert-model-parallel-size 2', ['--num-experts']),
 ])
 def test_a_mistake_is_one_message_that_says_what_to_do(parse, line, words):
-    """Unknown, unsupported, foreign and contradictory flags; wrong types."""
+    """Unknown, unsupported, foreign and contradictory flags, pairs of optimizer options that do not resume (B76); wrong types."""
     message = error_of(parse, line)
     assert all(word in message for word in words) and '\n' not in message, message
 

@@ -36,7 +36,7 @@ NEEDS = {
     'align_param_gather': [*PP2, '--num-virtual-stages-per-pipeline-rank', '2'],
     'tp_comm_overlap': TP2, 'sequence_parallel': TP2[:2],
     'overlap_param_gather': DISTRIBUTED,
-    'use_precision_aware_optimizer': DISTRIBUTED, 'optimizer_cpu_offload': PRECISION_AWARE,
+    'use_precision_aware_optimizer': DISTRIBUTED, 'moe_grouped_gemm': ['--transformer-impl', 'te'],
     'main_grads_dtype': PRECISION_AWARE, 'main_params_dtype': PRECISION_AWARE, 'exp_avg_dtype': PRECISION_AWARE,
     'exp_avg_sq_dtype': PRECISION_AWARE, 'fp8_param_gather': [*DISTRIBUTED, *FP8],
     'num_distributed_optimizer_instances': DISTRIBUTED,
@@ -111,7 +111,7 @@ REFUSED = {
     'inference_fuse_tp_communication': 'inference_optimized', 'fine_grained_activation_offloading': '',
     'reuse_grad_buf_for_mxfp8_param_ag': 'MXFP8',
     **dict.fromkeys(['use_precision_aware_optimizer', 'main_grads_dtype', 'main_params_dtype', 'exp_avg_dtype',
-                     'exp_avg_sq_dtype', 'optimizer_cpu_offload'], ('NoneType', 'FusedAdam')),
+                     'exp_avg_sq_dtype'], ('NoneType', 'FusedAdam')),
 }
 
 
