@@ -29,8 +29,11 @@ def start(platform_name=None):
 
 
 def quieten():
-    """Leave out what a user can do nothing about: upstream's import-time warnings and Transformers' progress bars."""
+    """Leave out what a user can do nothing about: import-time warnings of upstream and torch, and Transformers' progress bars."""
+    import logging
     import warnings
+
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # 'No CUDA runtime is found' where nvcc is installed
 
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

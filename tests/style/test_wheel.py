@@ -4,24 +4,32 @@ import json
 import os
 import subprocess
 import zipfile
+from importlib import metadata
 
 import pytest
 
 from tests import wheel
 from tests.style.sources import LIBRARY, tracked
 
-# In one process, since importing torch takes seconds: every command's --help, by its installed entry point.
+# In one process, since importing torch takes seconds: every command's --help, by its installed entry point; then the doctor's
+# report. Whoever asks for a host or connects to one is noted.
 EVERY_HELP = """
 import contextlib, importlib.metadata, io, json, sys
+reached = []
+sys.addaudithook(lambda event, words: event in ("socket.connect", "socket.getaddrinfo") and reached.append(repr(words)))
 import megatron_patch
 told = {}
-for entry in importlib.metadata.distribution("megatron-patch").entry_points:
-    sys.argv = [entry.name, *(["hf-to-megatron"] if entry.name.endswith("convert") else []), "--help"]
-    printed = io.StringIO()
+def tell(name, entry, *words):
+    sys.argv, printed = [entry.name, *words], io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         entry.load()()
-    told[entry.name] = printed.getvalue()
-print(json.dumps([megatron_patch.__file__, told]))
+    told[name] = printed.getvalue()
+for entry in importlib.metadata.distribution("megatron-patch").entry_points:
+    tell(entry.name, entry, *(["hf-to-megatron"] if entry.name.endswith("convert") else []), "--help")
+    if entry.name.endswith("doctor"):
+        doctor = entry
+tell("report", doctor, "--platform", "cpu")
+print(json.dumps([megatron_patch.__file__, told, reached]))
 """
 
 
@@ -52,9 +60,12 @@ def test_wheel_holds_every_tracked_file(built):
 
 
 def test_commands_work_from_another_folder(python, tmp_path):
-    """Every command tells its usage under its own name, from the installed files, without this checkout."""
-    home, told = json.loads(run(tmp_path, python, "-c", EVERY_HELP).splitlines()[-1])
-    assert home.startswith(str(python.parents[1]))
+    """Every command tells its usage under its own name, from the installed files, without this checkout, a PYTHONPATH or a network;
+    the doctor tells the versions (B166). Mutants: a package left out of the wheel, a command that asks a host."""
+    home, told, reached = json.loads(run(tmp_path, python, "-c", EVERY_HELP).splitlines()[-1])
+    assert home.startswith(str(python.parents[1])) and reached == []
+    report = told.pop("report")
+    assert [name for name in ("megatron-patch", "megatron-core", "torch") if metadata.version(name).split("+")[0] not in report] == []
     assert len(told) == 7
     assert [name for name, text in told.items() if "usage:" not in text] == []
     assert [name for name, text in told.items() if "--json" not in text] in ([], ["megatron-patch-pretrain"])
