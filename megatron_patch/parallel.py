@@ -23,8 +23,11 @@ class Place:
     dp_cp: int
 
 
-def start_processes(timeout_minutes: float = 10) -> None:
-    """Initialise torch.distributed from torchrun's environment, or as one process when there is none."""
+def start_processes(timeout_minutes: float = 10, backend: str | None = None) -> None:
+    """Initialise torch.distributed from torchrun's environment, or as one process when there is none.
+
+    ``backend``: the platform's own when not given; on a platform without nccl, nccl stands for its own.
+    """
     if dist.is_initialized():
         return
     import datetime
@@ -32,10 +35,11 @@ def start_processes(timeout_minutes: float = 10) -> None:
     here = platform.current()
     if here.device.type == "cuda":
         torch.cuda.set_device(here.device)
+    backend = here.backend if backend in (None, "nccl") else backend
     if "RANK" in os.environ:
-        dist.init_process_group(here.backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
     else:
-        dist.init_process_group(here.backend, rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
 
 
 def _sizes(config) -> dict:

@@ -20,7 +20,10 @@ class FusedAdam(torch.optim.AdamW):
     param_groups[i]['step']: int, steps taken so far. state[param]: {'exp_avg', 'exp_avg_sq'}, fp32, shaped as param.
     It derives from torch.optim.AdamW only because DistributedOptimizer.__init__ checks for that class; none of
     AdamW's own methods remains in use. Raises ValueError for amsgrad, capturable and sparse gradients.
+    ``gradient_factor``: what the next step multiplies gradients by, in its own pass over them; then it is 1 again.
     """
+
+    gradient_factor = 1.0
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class FusedAdam(torch.optim.AdamW):
         for group in self.param_groups:
             group["step"] = int(group.get("step") or 0) + 1
             for tensors in self._batches(group["params"]).values():
-                _update(*tensors, group, self.adam_w_mode)
+                _update(*tensors, group, self.adam_w_mode, self.gradient_factor)
+        self.gradient_factor = 1.0
         return loss
 
     def _batches(self, params):
@@ -130,18 +134,18 @@ def _with_group_step(group, state):
     return {**group, "step": int(step)}
 
 
-def _update(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
+def _update(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
     """One Adam step on tensors of one device and dtype, in place."""
     dtype = exp_avgs[0].dtype
     wide = params if params[0].dtype == dtype else [param.to(dtype) for param in params]
     grads = grads if grads[0].dtype == dtype else [grad.to(dtype) for grad in grads]
     kernel = _fused if params[0].device.type in FUSED_DEVICES else _foreach
-    kernel(wide, grads, exp_avgs, exp_avg_sqs, group, decoupled)
+    kernel(wide, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor)
     if wide is not params:
         torch._foreach_copy_(params, wide)
 
 
-def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
+def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
     # beta ** inf is 0, so an infinite step makes the kernel's bias corrections exactly 1
     step = torch.tensor(float(group["step"] if group["bias_correction"] else math.inf), device=params[0].device)
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -159,10 +163,13 @@ def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
+        grad_scale=None if factor == 1 else torch.tensor(1 / factor, device=params[0].device),  # the kernel divides by it
     )
 
 
-def _foreach(params, grads, exp_avgs, exp_avg_sqs, group, decoupled):
+def _foreach(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
+    if factor != 1:
+        torch._foreach_mul_(grads, factor)
     (beta1, beta2), lr, weight_decay = group["betas"], float(group["lr"]), group["weight_decay"]
     step = group["step"] if group["bias_correction"] else math.inf
     if weight_decay and decoupled:

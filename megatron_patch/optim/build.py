@@ -26,9 +26,12 @@ def build_optimizer(optimizer_config, ddp_chunks, **kwargs):
 
     Raises ValueError for an option that cannot work here (see check_options). `optimizer_config` is not changed.
     """
-    config = runnable_config(optimizer_config)
+    config, ddp_chunks = runnable_config(optimizer_config), list(ddp_chunks)
     with upstream_classes():
-        return upstream.get_megatron_optimizer(config, list(ddp_chunks), **kwargs)
+        optimizer = upstream.get_megatron_optimizer(config, ddp_chunks, **kwargs)
+    if isinstance(optimizer, ChainedOptimizer):
+        optimizer.fold(ddp_chunks)
+    return optimizer
 
 
 def stand_ins():

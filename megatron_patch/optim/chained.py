@@ -8,9 +8,11 @@ Source: megatron/core/optimizer/optimizer.py, ChainedOptimizer.load_state_dict o
 
 from megatron.core.optimizer import optimizer as upstream
 
+from megatron_patch.optim.folding import Folding
 
-class ChainedOptimizer(upstream.ChainedOptimizer):
-    """Upstream's class; load_state_dict also takes the nesting of another number of optimizers."""
+
+class ChainedOptimizer(Folding, upstream.ChainedOptimizer):
+    """Upstream's class; load_state_dict also takes the nesting of another number of optimizers, and see folding.py for step."""
 
     def load_state_dict(self, state_dict):
         """Load a state dict of one or several optimizers into one or several (distributed, fully reshardable) ones."""

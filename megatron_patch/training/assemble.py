@@ -12,6 +12,7 @@ from megatron_patch import layout, parallel, platform, upstream
 from megatron_patch.layers.gradients import accumulate_in_place
 from megatron_patch.model import build_chunks
 from megatron_patch.optim.build import build_optimizer
+from megatron_patch.optim.folding import DistributedDataParallel
 from megatron_patch.training.length import Length, check_layout, run_length
 from megatron_patch.training.loss import ForwardStep
 from megatron_patch.training.model_source import is_half, layout_sizes, optimizer_config
@@ -59,7 +60,7 @@ def assemble(settings, config: ModelConfig, world_size: int, *, load_weights: bo
     optimizer = build_optimizer(optimizer_settings, chunks, use_gloo_process_groups=settings.run.use_gloo_process_groups)
     scheduler = build_scheduler(optimizer, settings, length) if length.train_iters else None
     cp = config.context_parallel_size
-    forward = ForwardStep(at.cp, cp, platform.current().device, wants_loss_mask=bool(config.get("mtp_num_layers")))
+    forward = ForwardStep(at.cp, cp, platform.current().device)
     connect(chunks, settings, optimizer)
     return Job(settings, config, length, chunks, chunks[0].config, optimizer, scheduler, forward, at, bytes_read)
 
@@ -86,7 +87,7 @@ def _load_hf(settings, bare) -> int:
 
 def wrap(bare: list, settings, half: bool) -> list:
     """Chunks inside Float16Module (bf16, fp16) and DistributedDataParallel."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}

@@ -26,16 +26,14 @@ def token_loss(loss_mask_BS: Tensor, losses_BS: Tensor) -> tuple[Tensor, Tensor,
 class ForwardStep:
     """core's forward_step_func: the next micro-batch through one chunk, and the loss function of its output."""
 
-    def __init__(self, cp_rank: int, cp_size: int, device: torch.device, wants_loss_mask: bool = False):
+    def __init__(self, cp_rank: int, cp_size: int, device: torch.device):
         self.cp_rank, self.cp_size, self.device = cp_rank, cp_size, device
-        self.wants_loss_mask = wants_loss_mask  # multi-token prediction masks its own losses
 
     def __call__(self, iterator, chunk):
         batch = self._move(context_slice(next(iterator), self.cp_rank, self.cp_size))
-        arguments = attention_arguments(batch)
-        if self.wants_loss_mask:
-            arguments["loss_mask"] = batch["loss_mask"]
-        output = chunk(batch["tokens"], batch["position_ids"], labels=batch["labels"], **arguments)
+        # the mask: multi-token prediction applies it to its own losses, the chunked loss expects its gradients by it
+        output = chunk(batch["tokens"], batch["position_ids"], labels=batch["labels"], loss_mask=batch["loss_mask"],
+                       **attention_arguments(batch))
         return output, partial(token_loss, batch["loss_mask"])
 
     def _move(self, batch):

@@ -17,7 +17,7 @@ from megatron_patch.training.stop import Stop
 
 def run(settings) -> int:
     """Train as ``settings`` say; returns the exit code. Raises ValueError for what the user can mend."""
-    parallel.start_processes(settings.run.distributed_timeout_minutes)
+    parallel.start_processes(settings.run.distributed_timeout_minutes, settings.run.distributed_backend)
     try:
         train(settings)
         dist.barrier()

@@ -109,6 +109,38 @@ def test_kill_during_megatron_to_hf(folder, tmp_path):
         assert not list(tmp_path.glob(f".b{moment}*"))
 
 
+def test_kill_during_a_replacing_export(folder, tmp_path):
+    """--force: at every moment the folder holds the earlier export or the new one, whole, and nothing stays beside it in the end."""
+    import shutil
+
+    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "earlier")
+
+    def replace(out):
+        convert.megatron_to_hf(tmp_path / "m", folder, out, torch.bfloat16, force=True)
+
+    def work(name):
+        shutil.copytree(tmp_path / "earlier", tmp_path / name, dirs_exist_ok=True)
+        replace(tmp_path / name)
+
+    total, seen = steps_of(work), set()
+    for moment in range(max(0, total - 14), total):
+        out = tmp_path / f"b{moment}"
+        assert killed_at(moment, lambda out=out: work(out.name))
+        kinds = {tensor.dtype for tensor in load_all(out).values()}
+        assert len(kinds) == 1
+        seen |= kinds
+        replace(out)
+        assert {tensor.dtype for tensor in load_all(out).values()} == {torch.bfloat16} and not list(tmp_path.glob(f".b{moment}*"))
+    assert seen == {torch.float32, torch.bfloat16}
+
+
+def load_all(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
 def _peak_growth(work):
     """How many bytes the peak memory of a child grows over what it has at the start."""
     read, write = os.pipe()

@@ -80,6 +80,7 @@ def test_each_environment_counts(checkout, bad):
     assert run.returncode == 1
     assert [line for line in run.stdout.splitlines() if line.startswith("===")] == [f"=== {n} passed ===" for n in range(4)]
     assert run.stdout.count("-m layered and not gpu") == 2
+    assert run.stdout.splitlines()[-1].startswith(f"{bad}: FAILED (exit 1)")
 
 
 def test_python312_skips_a_shim_that_does_not_run(checkout):

@@ -93,6 +93,28 @@ def test_low_precision_parameters_keep_fp32_moments(dtype):
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_gradient_factor_scales_one_step(decoupled, fused, monkeypatch):
+    """Each step with gradient_factor 0.3 is torch's step on 0.3 x the gradients; the step after it is not scaled. eps is large
+    enough for the size of the gradients to show."""
+    if not fused:
+        monkeypatch.setattr(adam, "FUSED_DEVICES", ())
+    ours, theirs = parameters(), parameters()
+    common = dict(eps=0.1, weight_decay=0.1)
+    optimizer = FusedAdam(ours, adam_w_mode=decoupled, **common)
+    oracle = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, foreach=False, **common)
+    for step in range(4):
+        gradients(ours, step), gradients(theirs, step)
+        if step % 2:
+            optimizer.gradient_factor = 0.3
+            for param in theirs:
+                param.grad *= 0.3
+        optimizer.step(), oracle.step()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
 def test_without_bias_correction_the_first_step_is_hand_computed(fused, monkeypatch):
     """bias_correction=False: p - lr * (0.1 g) / (sqrt(0.001 g^2) + eps), hand-computed for g = 2."""
     if not fused:

@@ -118,6 +118,12 @@ def rows():
         StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
         StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
         StandIn("os.environ:CUDA_DEVICE_MAX_CONNECTIONS", only_if_missing("1"), layers, "warns unless it is 1"),
+        StandIn(
+            "os.environ:THP_MEM_ALLOC_ENABLE",
+            only_if_missing("1"),
+            "c10/core/impl/alloc_cpu.cpp of torch",
+            "torch asks for large pages (madvise): a sixth of a training step went into clearing small ones; 0 leaves it off",
+        ),
         StandIn("torch:compile", _compile, "megatron/core/jit.py, transformer/moe/router.py", "34 s at the first fused function on CPU"),
     ]
     # fmt: on
