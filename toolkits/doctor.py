@@ -62,6 +62,7 @@ def report(chosen):
     """The whole report as JSON can hold it."""
     import torch
 
+    import megatron_patch
     from megatron_patch import platform, upstream
 
     rows = [{"name": row.target, "upstream": row.upstream, "reason": row.reason} for row in chosen.rows()]
@@ -70,7 +71,7 @@ def report(chosen):
     parts = {module: (*optional_part(module, hidden), purpose) for module, (_, purpose) in OPTIONAL.items()}
     return {
         "python": sys.version.split()[0],
-        "versions": {name: version(name) for name in REQUIRED},
+        "versions": {"megatron-patch": megatron_patch.__version__, **{name: version(name) for name in REQUIRED}},
         "core_supported": upstream.supported(),
         "platform": {
             "name": chosen.name, "backend": chosen.backend, "device": str(chosen.device), "known": platform.names(),

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 
+from megatron_patch import __version__
 from tests import wheel
 from tests.style.sources import LIBRARY, tracked
 
@@ -65,7 +66,8 @@ def test_commands_work_from_another_folder(python, tmp_path):
     home, told, reached = json.loads(run(tmp_path, python, "-c", EVERY_HELP).splitlines()[-1])
     assert home.startswith(str(python.parents[1])) and reached == []
     report = told.pop("report")
-    assert [name for name in ("megatron-patch", "megatron-core", "torch") if metadata.version(name).split("+")[0] not in report] == []
+    versions = {"megatron-patch": __version__, "megatron-core": metadata.version("megatron-core"), "torch": metadata.version("torch")}
+    assert [name for name, version in versions.items() if f"{name} {version}" not in report] == []
     assert len(told) == 7
     assert [name for name, text in told.items() if "usage:" not in text] == []
     assert [name for name, text in told.items() if "--json" not in text] in ([], ["megatron-patch-pretrain"])
