@@ -13,13 +13,13 @@ from tests import wheel
 from tests.style.sources import LIBRARY, tracked
 
 # In one process, since importing torch takes seconds: every command's --help, by its installed entry point; then the doctor's
-# report. Whoever asks for a host or connects to one is noted.
+# report and the plan of a family. Whoever asks for a host or connects to one is noted.
 EVERY_HELP = """
 import contextlib, importlib.metadata, io, json, sys
 reached = []
 sys.addaudithook(lambda event, words: event in ("socket.connect", "socket.getaddrinfo") and reached.append(repr(words)))
 import megatron_patch
-told = {}
+told, entries = {}, {}
 def tell(name, entry, *words):
     sys.argv, printed = [entry.name, *words], io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -27,9 +27,9 @@ def tell(name, entry, *words):
     told[name] = printed.getvalue()
 for entry in importlib.metadata.distribution("megatron-patch").entry_points:
     tell(entry.name, entry, *(["hf-to-megatron"] if entry.name.endswith("convert") else []), "--help")
-    if entry.name.endswith("doctor"):
-        doctor = entry
-tell("report", doctor, "--platform", "cpu")
+    entries[entry.name] = entry
+tell("report", entries["megatron-patch-doctor"], "--platform", "cpu")
+tell("plan", entries["megatron-patch-plan"], "qwen3_moe")
 print(json.dumps([megatron_patch.__file__, told, reached]))
 """
 
@@ -62,10 +62,12 @@ def test_wheel_holds_every_tracked_file(built):
 
 def test_commands_work_from_another_folder(python, tmp_path):
     """Every command tells its usage under its own name, from the installed files, without this checkout, a PYTHONPATH or a network;
-    the doctor tells the versions (B166). Mutants: a package left out of the wheel, a command that asks a host."""
+    the doctor tells the versions, a family its plan (B166). Mutants: model_zoo left out of the wheel, a command that asks a host, our
+    version not told."""
     home, told, reached = json.loads(run(tmp_path, python, "-c", EVERY_HELP).splitlines()[-1])
     assert home.startswith(str(python.parents[1])) and reached == []
     report = told.pop("report")
+    assert "mlp.experts.linear_fc1" in told.pop("plan")
     versions = {"megatron-patch": __version__, "megatron-core": metadata.version("megatron-core"), "torch": metadata.version("torch")}
     assert [name for name, version in versions.items() if f"{name} {version}" not in report] == []
     assert len(told) == 7
