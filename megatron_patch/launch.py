@@ -1,18 +1,26 @@
 """Start one Python module on several ranks of this machine: what torchrun does, for commands that start their own ranks."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+LISTENERS = range(15000, 32000)  # below the ports that Linux gives to outgoing connections, which could take one before we listen
+
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now, and that no outgoing connection will take."""
+    for port in random.SystemRandom().sample(LISTENERS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free TCP port among 100 tried from {LISTENERS.start} to {LISTENERS.stop}.")
 
 
 def run_module(module: str, arguments: list[str], world_size: int) -> int:
