@@ -147,27 +147,27 @@ def test_resume_with_another_learning_rate_uses_it(result):
 
 
 def test_grad_norm_with_expert_parallelism_is_that_of_the_whole_gradient(result):
-    """EP2 reports the norm of the full gradient of the same model without EP; after the clip to 0.05 its own norm is 0.05."""
+    """EP2 reports the norm of the full gradient of the same model without EP; after the clip to 0.05 its own norm is 0.05 (B124)."""
     for reported, whole, clipped in result(2, "grad norm"):
         assert reported == pytest.approx(whole, rel=1e-5)
         assert whole > 0.1 and clipped == pytest.approx(0.05, rel=1e-4)
 
 
 def test_parameter_gather_overlap_changes_nothing(result):
-    """Losses of four iterations with --overlap-param-gather equal those without, and they move."""
+    """Losses of four iterations with --overlap-param-gather equal those without, and they move (B122)."""
     for without, overlapped in result(2, "gather overlap"):
         assert without == pytest.approx(overlapped, abs=1e-6)
         assert max(without) - min(without) > 1e-3
 
 
 def test_tied_embedding_gradients_are_summed_over_the_pipeline(result):
-    """Tied, PP2: both copies get g0 + g1 = 3 and stay equal for 5 steps."""
+    """Tied, PP2: both copies get g0 + g1 = 3 and stay equal for 5 steps (B120)."""
     for grad, equal in result(2, "tied pp2"):
         assert grad == [3.0] and equal
 
 
 @pytest.mark.full
 def test_tied_embedding_gradients_with_data_parallelism():
-    """Tied, DP2 x PP2 on 4 ranks: both copies get (g0 + g1 + g2 + g3) / 2 = 5 and stay equal for 5 steps."""
+    """Tied, DP2 x PP2 on 4 ranks: both copies get (g0 + g1 + g2 + g3) / 2 = 5 and stay equal for 5 steps (B120)."""
     for grad, equal in run_ranks(4, "tests.upstream.optim_cases:tied_gradients", 2, timeout=240):
         assert grad in ([5.0], None) and equal

@@ -52,7 +52,7 @@ def _option_errors(check_options):
 
 def test_every_public_method_takes_upstreams_parameters_and_bad_options_are_named():
     """Signatures of the installed core are covered, name, place and default; precision-aware state and CUDA graphs without
-    Transformer Engine and the pair with CPU offload are refused by flag; CPU offload alone is not."""
+    Transformer Engine and the pair with CPU offload are refused by flag (B76); CPU offload alone is not."""
     (found,) = run_ranks(1, "tests.upstream.test_optim_surface:surface", timeout=120)
     assert found["missing"] == []
     assert "sharded_param_state_fully_reshardable" in found["changed"]
