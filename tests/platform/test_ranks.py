@@ -125,3 +125,19 @@ def test_a_failing_rank_is_named():
     with pytest.raises(RankError, match=r"(?s)rank 1.*left out") as error:
         run_ranks(2, "tests.platform.test_ranks:fail_on_last", timeout=120)
     assert "fail_on_last" in str(error.value)
+
+
+@pytest.mark.timeout(120)
+def test_shared_memory_operations():
+    """Reduce-scatter and all-gather of three ranks, and of two of them: exact in fp32, bf16 and fp64, in place or not, asynchronous,
+    inside a coalescing block; what gloo has to do stays with gloo; nothing is left of a closed group. Mutants: the own part left out of
+    the sum, one turn instead of two, slots read in the wrong order."""
+    for rank, found in enumerate(run_ranks(3, "tests.platform.shared:operations", timeout=110)):
+        assert len(found["left"]) == 1 and found["window_gone"]  # that of all ranks is in use
+        assert found["counts"]["3"] > 20 and (found["counts"].get("2", 0) > 3) is (rank != 1), found
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_other_machines_use_gloo():
+    """Where one rank cannot reach the memory, every rank uses gloo."""
+    assert run_ranks(2, "tests.platform.shared:apart", timeout=110) == [True, True]

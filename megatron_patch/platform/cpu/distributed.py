@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 
+from megatron_patch.platform.cpu import shared_memory
 from megatron_patch.platform.cpu.devices import only_if_missing
 from megatron_patch.platform.ledger import StandIn
 
@@ -69,7 +70,7 @@ class ProcessGroupNCCL:
 
 def rows():
     """The torch.distributed table."""
-    state = "megatron/core/parallel_state.py"
+    state, buffers = "megatron/core/parallel_state.py", "megatron/core/distributed/param_and_grad_buffer.py"
     table = []
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         table += [
@@ -78,6 +79,8 @@ def rows():
             StandIn(f"{module}:barrier", _barrier, state, "gloo takes no device_ids"),
             StandIn(f"{module}:ProcessGroupNCCL", only_if_missing(ProcessGroupNCCL), state, "absent from CPU builds of torch"),
         ]
+        table += [StandIn(f"{module}:{name}", make, buffers, "gloo's goes over TCP, between processes of one machine too")
+                  for name, make in shared_memory.stand_ins().items()]
     for module in ("torch.distributed", "torch.distributed.device_mesh"):
         table.append(
             StandIn(f"{module}:init_device_mesh", _mesh, "megatron/core/distributed/fsdp", "a mesh of 'cuda' is one of cpu")
