@@ -7,6 +7,7 @@ import sys
 import torch
 
 from megatron_patch.platform.cpu.devices import only_if_missing
+from megatron_patch.platform.cpu.rope import half_rotation
 from megatron_patch.platform.ledger import SKIP, StandIn
 
 _MOE_TE = (
@@ -114,6 +115,12 @@ def rows():
             only_if_missing(WeightGradients),
             "tensor_parallel/layers.py",
             "gradients added to main_grad without a copy, see megatron_patch/layers/gradients.py",
+        ),
+        StandIn(
+            "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd",
+            half_rotation,
+            "models/common/embeddings/rope_utils.py",
+            "cos and sin again in each layer and eight passes over q and k, here once and three",
         ),
         StandIn(f"{r}:_get_share_storage", _share, random, "would compile a C++ extension (0.18+)"),
         StandIn(f"logging.filter:{r}", _quiet_fork, random, "warns that fork() moved the CPU generator: here it must"),
