@@ -6,6 +6,31 @@ Upstream's torch norm refuses sequence parallelism and zero-centred gamma (megat
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class _RMSNormInFewPasses(torch.autograd.Function):
+    """F.rms_norm, which torch takes apart on a CPU: three passes over x and six back, keeping x and 1/rms."""
+
+    @staticmethod
+    def forward(ctx, x, weight_H, eps):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, scale)
+        return torch.mul(x, scale).mul_(weight_H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """dw = sum of g x / rms over tokens; dx = (g w - x mean(g w x) / rms^2) / rms."""
+        x, weight_H, scale = ctx.saved_tensors
+        scale_T = scale.reshape(-1)
+        d_x = torch.mul(grad, x, out=torch.empty(x.shape, dtype=x.dtype))
+        product_TH = d_x.view(-1, x.shape[-1])
+        d_weight_H = torch.mv(product_TH.t(), scale_T)
+        share_T = torch.mv(product_TH, weight_H).mul_(scale_T).mul_(scale_T).div_(x.shape[-1])
+        torch.mul(grad, weight_H, out=d_x)
+        return d_x.addcmul_(x, share_T.view(scale.shape), value=-1).mul_(scale), d_weight_H, None
 
 
 class RMSNorm(nn.Module):
@@ -25,6 +50,8 @@ class RMSNorm(nn.Module):
     def forward(self, x_SBH: Tensor) -> Tensor:
         weight = self.weight + 1 if self.zero_centered else self.weight
         if x_SBH.dtype == torch.float32 == weight.dtype:
+            if x_SBH.device.type == "cpu":
+                return _RMSNormInFewPasses.apply(x_SBH, weight, self.eps)
             return F.rms_norm(x_SBH, weight.shape, weight, self.eps)
         return F.rms_norm(x_SBH.float(), weight.shape, None, self.eps).to(weight.dtype) * weight
 
