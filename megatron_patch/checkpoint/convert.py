@@ -3,11 +3,10 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from megatron_patch.checkpoint import torch_dist_read, torch_dist_write, tracker
+from megatron_patch.checkpoint import output, torch_dist_read, torch_dist_write, tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.hf_write import HfWriter
 from megatron_patch.checkpoint.megatron_source import MegatronSource
@@ -27,7 +26,7 @@ def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, progress: Progress
     Raises ValueError for anything that does not fit; ``out`` is then as it was.
     """
     began = time.monotonic()
-    out, config = Path(out).absolute(), load_config(hf)
+    out, config = output.place(out, hf=hf), load_config(hf)
     torch_dist_write.check_target(out)
     source = Source(HfFolder(hf), config.family, config).check()
     total = sum(c.nbytes for c in torch_dist_write.chunks(source, config, dtype))
@@ -43,7 +42,7 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
     Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
     """
     began = time.monotonic()
-    config = load_config(hf_ref)
+    out, config = output.place(out, ckpt=ckpt, hf_ref=hf_ref), load_config(hf_ref)
     source = MegatronSource(torch_dist_read.TorchDist(tracker.find(ckpt)), config).check()
     dtypes = {name: dtype or source.dtype(place) for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]

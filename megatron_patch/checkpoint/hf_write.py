@@ -51,7 +51,7 @@ class HfWriter:
 
     def __init__(self, out, hf_ref, config, dtype: torch.dtype | None = None, max_shard_size="5GB", *,
                  dtypes: Mapping[str, torch.dtype] | None = None, force: bool = False):
-        self.out, self.config, self.dtype = Path(out).absolute(), config, dtype or config.dtype
+        self.out, self.config, self.dtype = output.place(out, hf_ref=hf_ref), config, dtype or config.dtype
         self.replace = _check_target(self.out, hf_ref, force)
         self.hf_ref = Path(hf_ref) if hf_ref is not None else None
         specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape)) for place in plan(config.family, config)
@@ -107,7 +107,7 @@ class HfWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-        shutil.rmtree(self.work, ignore_errors=True)
+        output.discard(self.out)
 
     def __enter__(self):
         return self
@@ -193,6 +193,12 @@ def _header(specs) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
+def foreign_files(folder: Path) -> list[str]:
+    """Names in ``folder`` that are no part of a Hugging Face checkpoint."""
+    names = sorted(path.name for path in folder.iterdir())
+    return [n for n in names if not (is_companion(n) or n == "config.json" or n.endswith((*WEIGHTS, ".index.json")))]
+
+
 def _check_target(out: Path, hf_ref, force: bool) -> bool:
     """True when ``out`` is to be replaced."""
     if hf_ref is not None and not Path(hf_ref).is_dir():
@@ -206,7 +212,7 @@ def _check_target(out: Path, hf_ref, force: bool) -> bool:
     found = sorted(p.name for p in out.iterdir())
     if not found:
         return False
-    foreign = [n for n in found if not (is_companion(n) or n == "config.json" or n.endswith((*WEIGHTS, ".index.json")))]
+    foreign = foreign_files(out)
     if not force or foreign:
         raise ValueError(f"{out} is not empty (it holds {', '.join((foreign or found)[:4])}...); choose another output folder"
                          + (": --force replaces only a Hugging Face checkpoint." if force else ", or --force to replace a checkpoint."))

@@ -1,8 +1,15 @@
-"""Folders that appear whole or not at all: everything is written into a hidden sibling and renamed at the end."""
+"""Folders that appear whole or not at all: everything is written into a hidden sibling and renamed at the end.
+
+The sibling is locked by the process that started it, until it is published or given up. The kernel drops the lock of a
+killed process, so the next one takes over what it left. Where the file system has no such locks (some network mounts)
+there is no protection against a second builder.
+"""
 
 import ctypes
+import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +23,96 @@ def partial(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
 
 
+def place(out, **inputs) -> Path:
+    """``out`` with links followed, so that what stands behind a link is written and the link stays. ``inputs``: what is read, by the
+    name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder, which a rename would delete."""
+    try:
+        target = Path(out).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise ValueError(f"{out} cannot be used as an output folder ({error}).") from None
+    if target.is_dir() and target.samefile("."):
+        raise ValueError(f"{target} is the current folder, which cannot be replaced while this runs in it; name a folder inside it, "
+                         f"or start from another one.")
+    for option, folder in inputs.items():
+        if folder is not None and Path(folder).resolve() in target.parents:
+            raise ValueError(f"{target} lies inside {folder}, which is only read (--{option.replace('_', '-')}); choose another --out.")
+    return target
+
+
 def start(target: Path) -> Path:
-    """An empty work folder for ``target``; what a killed run left is removed or put back."""
+    """An empty work folder for ``target``, locked; what a killed run left is removed or put back.
+
+    Raises ValueError when another process is building ``target``.
+    """
+    work, key = partial(target), _key(target)
+    if _HELD.get(key, ())[1:] == _me():
+        _release(target)  # an earlier try of this very thread, given up
+    _HELD[key] = (_lock(work), *_me())
     restore(target)
-    work = partial(target)
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    for path in work.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return work
+
+
+def discard(target: Path) -> None:
+    """Remove the work folder of ``target`` if this process holds it."""
+    if _HELD.get(_key(target), (None, None))[1] == os.getpid():
+        shutil.rmtree(partial(target), ignore_errors=True)
+        _release(target)
+
+
+_HELD: dict[str, tuple[int, int, int]] = {}  # target -> (descriptor of its locked work folder, process, thread)
+
+
+def _key(target: Path) -> str:
+    return str(target.absolute())
+
+
+def _me() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
+def _lock(work: Path) -> int:
+    """A descriptor of the folder ``work``, made if it is not there, under an exclusive lock."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(work, FSYNC_FLAGS | os.O_NOFOLLOW)
+            if not _try_lock(fd):
+                os.close(fd)
+                raise ValueError(f"another process is writing there: {work} is in use; wait for it, or choose another output folder.")
+            if os.path.samestat(os.fstat(fd), os.stat(work)):
+                return fd
+            os.close(fd)
+        except FileNotFoundError:
+            continue  # it was published between two of these lines
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks on folders
+    return True
+
+
+def _release(target: Path) -> None:
+    fd, process, _ = _HELD.pop(_key(target), (None, None, None))
+    if process == os.getpid():
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has a copy: closing would not be enough
+    except OSError:
+        pass
+    os.close(fd)
 
 
 @contextmanager
@@ -35,7 +124,7 @@ def building(target: Path) -> Iterator[Path]:
         yield work
         publish(target)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        discard(target)
         if created and target.parent.is_dir() and not any(target.parent.iterdir()):
             target.parent.rmdir()
         raise
@@ -43,19 +132,39 @@ def building(target: Path) -> Iterator[Path]:
 
 def publish(target: Path, replace: bool = False) -> None:
     """Make the work folder visible as ``target``, durably. ``replace``: a ``target`` that is there gives way, in one step where the
-    file system can exchange two names, so that at every moment one of them is whole and there."""
+    file system can exchange two names, so that at every moment one of them is whole and there. Raises ValueError when ``target``
+    has been filled meanwhile and is not to be replaced."""
     work = partial(target)
     sync_folder(work)
     if not replace:
-        if target.exists():
-            target.rmdir()  # raises when it is not empty: somebody else wrote there meanwhile
+        _make_way(target)
         work.rename(target)
-    elif target.exists() and _exchange(work, target):
-        sync_folder(target.parent)
-        shutil.rmtree(work)
-    else:
+    elif not (target.exists() and _swap(work, target)):
         _replace(work, target)
     sync_folder(target.parent)
+    _release(target)
+
+
+def _make_way(target: Path) -> None:
+    if target.exists():
+        try:
+            target.rmdir()
+        except OSError as error:
+            raise ValueError(f"{target} cannot be replaced ({error.strerror}): another process wrote there meanwhile.") from None
+
+
+def _swap(work: Path, target: Path) -> bool:
+    """Exchange the two and remove the earlier ``target``, which then has the name of a work folder: locked, so nobody starts in it."""
+    fd = os.open(target, FSYNC_FLAGS)
+    try:
+        _try_lock(fd)
+        if not _exchange(work, target):
+            return False
+        sync_folder(target.parent)
+        shutil.rmtree(work)
+        return True
+    finally:
+        _unlock(fd)
 
 
 def _exchange(one: Path, other: Path) -> bool:
