@@ -6,9 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LISTENERS = range(15000, 32000)  # below the ports that Linux gives to outgoing connections, which could take one before we listen
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+# Run by each rank before the module: the kernel ends it (prctl PR_SET_PDEATHSIG, kept over exec) when its parent dies, even by SIGKILL.
+# The parent may have died before that call; then this process already has another one.
+FOLLOW_PARENT = ("import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+                 "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])")
 
 
 def free_port() -> int:
@@ -26,23 +34,50 @@ def free_port() -> int:
 def run_module(module: str, arguments: list[str], world_size: int) -> int:
     """Run ``python -m module arguments`` on ``world_size`` ranks; the exit code of the first rank that fails, else 0.
 
-    When one rank fails or this process is interrupted, the others are ended: nothing is left running.
+    When one rank fails or this process is ended (interrupt, SIGTERM, SIGHUP; on Linux also SIGKILL), the others are ended:
+    nothing is left running. SIGTERM and SIGHUP become SystemExit(128 + signal) for the length of the call, in the main thread.
     """
-    port = free_port()
-    ranks = [_start(module, arguments, rank, world_size, port) for rank in range(world_size)]
+    port, ranks = free_port(), []
+    with _signals_raise():
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(module, arguments, rank, world_size, port))
+            return _wait(ranks)
+        finally:
+            for process in ranks:
+                _end(process)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """The first SIGTERM or SIGHUP raises SystemExit, later ones do not disturb the ending. Ignored signals (nohup) stay ignored."""
+    seen = []
+
+    def leave(number, frame):
+        seen.append(number)
+        if len(seen) == 1:
+            raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    earlier = {s: signal.getsignal(s) for s in ENDING} if main else {}
+    earlier = {s: handler for s, handler in earlier.items() if handler not in (signal.SIG_IGN, None)}
     try:
-        return _wait(ranks)
+        for number in earlier:
+            signal.signal(number, leave)
+        yield
     finally:
-        for process in ranks:
-            _end(process)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _start(module, arguments, rank, world_size, port):
     variables = {
         **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], env={k: str(v) for k, v in variables.items()},
-                            stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [sys.executable, "-m", module, *arguments]
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", FOLLOW_PARENT, str(os.getpid()), *command]
+    return subprocess.Popen(command, env={k: str(v) for k, v in variables.items()}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _wait(ranks) -> int:
