@@ -1,11 +1,12 @@
 """Where Hugging Face weights come from: a checkpoint folder (read lazily) or a live model's state_dict, one interface.
 
-A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop), bytes_read, and
-span(name): where a tensor's bytes lie in a file, None when they do not lie in one piece. ``index`` selects a slab of a
-3-D tensor first.
+A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop), bytes_read,
+origin(name), which says in messages what holds a tensor, and span(name): where its bytes lie in a file, None when they do
+not lie in one piece. ``index`` selects a slab of a 3-D tensor first.
 """
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_patch.checkpoint.inert import reason
 from megatron_patch.checkpoint.safetensors_file import SafetensorsFile
-from megatron_patch.checkpoint.source import Source
+from megatron_patch.checkpoint.source import BLOCK_ROWS, Source
 
 __all__ = ["HfFolder", "HfState", "Source"]
 
@@ -41,6 +42,9 @@ class HfState:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
+    def origin(self, name: str) -> str:
+        return self.where
+
     def span(self, name: str) -> None:
         return None
 
@@ -62,7 +66,7 @@ class HfFolder:
     """The weights of a Hugging Face checkpoint folder, opened without reading any.
 
     Takes one safetensors file, a sharded one, or the same as .bin; symlinks (the hub cache) are followed. Raises ValueError
-    for a folder without weights, a missing or torn shard, and an index that points outside the folder.
+    for a folder without weights, a missing or torn shard, an index that points outside the folder, and shards that disagree.
     """
 
     def __init__(self, folder):
@@ -75,7 +79,10 @@ class HfFolder:
         self._at = {}
         for name, file in self._files.items():
             for tensor in file.names():
-                self._at.setdefault(tensor, name)
+                first = self._at.setdefault(tensor, name)
+                if first != name and tensor not in index and not _equal(self._files[first], file, tensor):
+                    raise ValueError(f"{self.folder}: {first} and {name} hold different values of '{tensor}' and no index says which to "
+                                     f"take; download the folder again, or delete the file that does not belong to it.")
         for tensor, name in index.items():
             if tensor not in self._files[name].names():
                 raise ValueError(f"{self.folder}: the index places '{tensor}' in {name}, which does not hold it.")
@@ -89,6 +96,10 @@ class HfFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._file(name).dtype(name)
+
+    def origin(self, name: str) -> str:
+        """The file that holds the tensor."""
+        return str(self.folder / self._at[name])
 
     def span(self, name: str) -> tuple[Path, int] | None:
         """(file, offset of the tensor's first byte), None for a .bin file."""
@@ -122,6 +133,9 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
             return _complete(folder, found), {}
         index = _index(folder / pattern)
         return sorted(set(index.values())), index
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and any(path.match(pattern) for pattern in PATTERNS):
+            _check_there(path)
     raise ValueError(f"{folder} holds no weights; looked for {', '.join(PATTERNS)}. Point to a folder written by save_pretrained or "
                      f"a snapshot of the hub cache.")
 
@@ -147,9 +161,28 @@ def _complete(folder: Path, found: list[str]) -> list[str]:
     return found
 
 
-def _open(path: Path):
+def _equal(one, other, name: str) -> bool:
+    """Whether two files hold the same tensor, compared by blocks of rows."""
+    shape = one.shape(name)
+    if (shape, one.dtype(name)) != (other.shape(name), other.dtype(name)):
+        return False
+    if not shape:
+        return torch.equal(one.rows(name), other.rows(name))
+    blocks = [(at, min(at + BLOCK_ROWS, shape[0])) for at in range(0, shape[0], BLOCK_ROWS)]
+    return all(torch.equal(one.rows(name, *block).contiguous().view(torch.uint8), other.rows(name, *block).contiguous().view(torch.uint8))
+               for block in blocks)  # bytes: NaN equals itself here
+
+
+def _check_there(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a broken link: {os.readlink(path)} does not exist; download the folder again, or copy it "
+                         f"with what its links point to.")
     if not path.is_file():
         raise ValueError(f"{path} is named by the index and does not exist; download it.")
+
+
+def _open(path: Path):
+    _check_there(path)
     return SafetensorsFile(path) if path.suffix == ".safetensors" else HfState(_load_bin(path), str(path))
 
 
@@ -167,4 +200,10 @@ def _load_bin(path: Path) -> dict:
                          f"where it came from.") from None
     if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{path} holds a {type(found).__name__}, not a dict of tensors; expected what save_pretrained writes.")
+    for name, tensor in found.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} holds a tensor under {name!r}, a {type(name).__name__}; tensor names are strings.")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "on the meta device, without values" if tensor.is_meta else f"sparse ({tensor.layout})"
+            raise ValueError(f"{path}: '{name}' is {kind}; expected plain tensors, as save_pretrained writes.")
     return dict(found)

@@ -117,24 +117,46 @@ def _entries(path: Path) -> dict[str, Entry]:
                              f"download or copy it again.")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
-        found = {name: _entry(value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+        header = json.loads(raw, object_pairs_hook=_once)
+        found = {name: _entry(name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has a corrupt safetensors header ({type(error).__name__}: {error}); download or copy it again.") from None
     for name, entry in found.items():
         if entry.offset + entry.nbytes > size:
             raise ValueError(f"{path} is cut off: '{name}' ends at byte {entry.offset + entry.nbytes}, the file has {size}; "
                              f"download or copy it again.")
+    _check_apart(path, found)
     return found
 
 
-def _entry(value, base: int) -> Entry:
+def _once(pairs) -> dict:
+    """A JSON object, none of whose keys may come twice."""
+    out = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"'{key}' is in it twice")
+        out[key] = value
+    return out
+
+
+def _check_apart(path: Path, entries: dict[str, Entry]) -> None:
+    """Raise ValueError when two tensors share bytes."""
+    end, before = 0, None
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        if entry.nbytes and entry.offset < end:
+            raise ValueError(f"{path} has a corrupt safetensors header: '{before}' and '{name}' overlap from byte {entry.offset} on; "
+                             f"download or copy it again.")
+        if entry.nbytes:
+            end, before = entry.offset + entry.nbytes, name
+
+
+def _entry(name: str, value, base: int) -> Entry:
     shape, (first, last) = tuple(value["shape"]), value["data_offsets"]
     if value["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {value['dtype']} is not supported")
+        raise ValueError(f"dtype {value['dtype']} of '{name}' is not supported")
     dtype = DTYPES[value["dtype"]]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, first, last)):
-        raise ValueError(f"shape {shape} or offsets {(first, last)} are no sizes")
+        raise ValueError(f"shape {shape} or offsets {(first, last)} of '{name}' are no sizes")
     if last - first != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{last - first} bytes for shape {list(shape)} of {value['dtype']}")
+        raise ValueError(f"'{name}' has {last - first} bytes for shape {list(shape)} of {value['dtype']}")
     return Entry(dtype, shape, base + first, last - first)

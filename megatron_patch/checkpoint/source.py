@@ -10,6 +10,7 @@ from megatron_patch.checkpoint.plan import Placement, plan
 
 SHOWN = 8
 BLOCK_ROWS = 4096
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ class Source:
         yield self._base + name
 
     def check(self) -> "Source":
-        """Raise ValueError unless every parameter is there in its shape and every tensor is used or known to be none."""
-        problems = self._lacking() + self._misshapen() + self._unused() + self._tied_head()
+        """Raise ValueError unless every parameter is there, in its shape and a weight's dtype, and every tensor is used or
+        known to be none."""
+        problems = self._lacking() + self._misshapen() + self._no_weights() + self._unused() + self._tied_head()
         if problems:
             raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json: " + "; ".join(problems))
         return self
@@ -128,6 +130,13 @@ class Source:
         pairs = {at.name: at.stored for at in self._at.values()}
         return shorten([f"'{name}' has shape {list(self.reader.shape(name))}, config.json needs {list(stored)}"
                          for name, stored in pairs.items() if self.reader.shape(name) != stored], "mis-shaped")
+
+    def _no_weights(self):
+        """Integers and fp8 are codes that need a scale; none of the families here has a place for one."""
+        names = dict.fromkeys(at.name for at in self._at.values())
+        return shorten([f"'{name}' in {self.reader.origin(name)} has dtype {self.reader.dtype(name)}, which is no weight as it stands "
+                        f"(quantized?); expected one of {', '.join(str(d).removeprefix('torch.') for d in WEIGHT_DTYPES)}"
+                        for name in names if self.reader.dtype(name) not in WEIGHT_DTYPES], "of other dtypes")
 
     def _unused(self):
         used = {at.name for at in self._at.values()} | set(self._spare_head())

@@ -55,7 +55,7 @@ class TorchDist:
         return self.tensors[key][0]
 
     def common(self) -> dict:
-        """The state that is no tensor (args, iteration, ...); unknown classes become inert. Empty when there is none."""
+        """The state that is no tensor (args, iteration, ...); unknown classes become inert. ValueError when there is none."""
         path = self.folder / "common.pt"
         if path.is_file():
             found = load_weights_only(path, str(path))
@@ -63,7 +63,8 @@ class TorchDist:
             found = load_weights_only(io.BytesIO(self._blob(self._pieces[COMMON][0])), f"{self.folder}: common_state")
             found = found[0] if isinstance(found, list) and found else found
         else:
-            return {}
+            raise ValueError(f"{path} does not exist and the data holds no common state either; the checkpoint is incomplete, "
+                             f"copy the whole folder.")
         if not isinstance(found, dict):
             raise ValueError(f"{self.folder}: the common state is a {type(found).__name__}, expected a dict.")
         return found
