@@ -43,7 +43,10 @@ def family_rows(name: str) -> tuple[str, list[dict]]:
     """(family, rows) with names only. Raises ValueError when ``name`` is neither a family nor a model_type."""
     from megatron_patch import registry
 
-    family = registry.families().get(name) or registry.find(name)
+    try:
+        family = registry.families().get(name) or registry.find(name)
+    except ValueError as error:
+        raise ValueError(f"there is no folder {name} (a model of the hub must be downloaded first), and no family: {error}") from None
     return family.name, [_row(key, templates, None) for key, templates in family.weights.items()]
 
 

@@ -85,11 +85,12 @@ def _fill(param, shard, name, placement, config) -> None:
 
 
 @torch.no_grad()
-def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_shard_size="5GB") -> None:
+def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_shard_size="5GB", force: bool = False) -> None:
     """Write ``model`` as the HF folder ``out``; called on every rank, written by rank 0, one parameter in memory at a time.
 
     ``hf_ref``: folder whose tokenizer, generation config and remote code are copied. ``dtype``: cast on the way (default:
-    the model's). Raises ValueError on every rank when writing fails; nothing half-written is left.
+    the model's). ``force``: replace a Hugging Face checkpoint that is in ``out``. Raises ValueError on every rank when writing
+    fails; nothing half-written is left.
     """
     from megatron_patch.checkpoint.hf_write import HfWriter
 
@@ -105,7 +106,7 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     kind = dtype or found.dtype
     writer, failed = None, None
     try:
-        writer = HfWriter(out, hf_ref, config, kind, max_shard_size=max_shard_size) if rank == 0 else None
+        writer = HfWriter(out, hf_ref, config, kind, max_shard_size=max_shard_size, force=force) if rank == 0 else None
     except Exception as error:  # told to every rank below: nobody may wait for a rank that gave up
         failed = error
     if _tell(failed):

@@ -9,6 +9,20 @@ from collections import OrderedDict
 
 import torch
 
+# What the .metadata of a torch_dist checkpoint is made of, as torch.distributed.checkpoint writes it.
+METADATA = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},  # of older cores
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},  # before torch 2.3
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.distributed.checkpoint._extension": {"StreamTransformExtension"},
+    "torch.serialization": {"_get_layout"}, "collections": {"OrderedDict"}, "pathlib": {"Path", "PosixPath"},
+}  # fmt: skip
+
 PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict, ("argparse", "Namespace"): Namespace}
 
 
@@ -45,6 +59,25 @@ class InertUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         return _stand_in(name)
+
+
+class _MetadataUnpickler(InertUnpickler):
+    """Refuses what no checkpoint's metadata names."""
+
+    def find_class(self, module, name):
+        if name not in METADATA.get(module, ()):
+            raise ValueError(f"it names {module}.{name}, which no checkpoint consists of: loading it could run foreign code")
+        return super().find_class(module, name)
+
+
+def check_metadata(path) -> None:
+    """Raise ValueError for a ``.metadata`` that is damaged or names anything but checkpoint metadata. torch and megatron-core unpickle
+    that file without any such check, so this must come before they see it."""
+    try:
+        with open(path, "rb") as file:
+            _MetadataUnpickler(file).load()
+    except Exception as error:
+        raise ValueError(f"{path} cannot be used ({error}); copy the checkpoint again from where it was saved.") from None
 
 
 def reason(error: Exception) -> str:

@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint import inert, output
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -68,6 +68,7 @@ def _complete(folder: Path, iteration: int, release: bool) -> Found:
         if not (folder / name).is_file():
             kind = "it was written by another format or the copy is incomplete; only torch_dist checkpoints are read"
             raise ValueError(f"checkpoint {folder} has no {name}: {kind}.")
+    inert.check_metadata(folder / ".metadata")
     return Found(folder, iteration, release)
 
 

@@ -145,6 +145,13 @@ def _update(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
         torch._foreach_copy_(params, wide)
 
 
+def _divisor(factor: float, device) -> torch.Tensor | None:
+    """What the fused kernel divides gradients by, to multiply them by ``factor``."""
+    if factor == 1:
+        return None
+    return torch.tensor(1 / factor if factor else math.inf, device=device)
+
+
 def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
     # beta ** inf is 0, so an infinite step makes the kernel's bias corrections exactly 1
     step = torch.tensor(float(group["step"] if group["bias_correction"] else math.inf), device=params[0].device)
@@ -163,7 +170,7 @@ def _fused(params, grads, exp_avgs, exp_avg_sqs, group, decoupled, factor):
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
-        grad_scale=None if factor == 1 else torch.tensor(1 / factor, device=params[0].device),  # the kernel divides by it
+        grad_scale=_divisor(factor, params[0].device),
     )
 
 

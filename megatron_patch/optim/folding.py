@@ -16,7 +16,7 @@ from megatron_patch.optim.adam import FusedAdam
 SHOWN = 5  # parameters that an error names
 
 
-class NonFiniteGradients(RuntimeError):
+class NonFiniteGradients(ValueError):
     """The gradient norm of a step is nan or infinite; no weight was changed."""
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch import upstream
 from megatron_patch.checkpoint import output
 from megatron_patch.checkpoint.tracker import iteration_folder, locate, write_tracker
 from megatron_patch.training.assemble import gather_parameters
 from megatron_patch.training.checkpoint_state import content_metadata, full_state
+from megatron_patch.training.resume import one_line
 
 LOG = logging.getLogger(__name__)
 
@@ -44,7 +46,10 @@ class Saver:
             output.start(target)
         dist.barrier()
         metadata = content_metadata(self.settings)
-        request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
+        try:
+            request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
+        except CheckpointException as error:  # no Exception, and the same on all ranks
+            raise OSError(f"saving {target} failed; no checkpoint was made: {one_line(error)}") from error
         self.last_saved = iteration
         if request is None:
             self._publish(target, iteration)

@@ -1,27 +1,25 @@
 """--save-hf: export the model being trained as a Hugging Face folder, every --save-hf-interval and at the end."""
 
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_patch.checkpoint.hf_write import foreign_files
 from megatron_patch.training.assemble import Job, gather_parameters
 
 
 def check_export(settings, config) -> None:
-    """Raise ValueError when --save-hf cannot work: no family, or something else is in the folder."""
+    """Raise ValueError when --save-hf cannot work: no family, or the folder is the source model or holds something else."""
     if settings.checkpoint.save_hf is None:
         return
     if config.family is None:
         raise ValueError(f"--save-hf {settings.checkpoint.save_hf} needs to know the family: give --hf-model DIR or --family NAME.")
-    out = Path(settings.checkpoint.save_hf)
-    if out.is_file() or out.is_dir() and any(out.iterdir()) and not is_model(out):
-        raise ValueError(f"--save-hf {out}: there is something else than a Hugging Face model; choose another folder.")
-
-
-def is_model(folder: Path) -> bool:
-    """Whether ``folder`` looks like an export: config.json and safetensors."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    out, source = Path(settings.checkpoint.save_hf), settings.run.hf_model
+    if source is not None and out.exists() and out.samefile(source):
+        raise ValueError(f"--save-hf {out} is the --hf-model folder itself; choose another folder, or the original would be gone.")
+    found = [out.name] if out.is_file() else foreign_files(out) if out.is_dir() else []
+    if found:
+        raise ValueError(f"--save-hf {out}: {', '.join(found[:4])} there is no part of a Hugging Face model; choose another folder.")
 
 
 def interval_folder(settings, iteration: int) -> Path:
@@ -31,19 +29,10 @@ def interval_folder(settings, iteration: int) -> Path:
 
 
 def export(job: Job, out: Path) -> Path:
-    """Write ``out`` on rank 0, called on every rank; an earlier export there is replaced once the new one is whole."""
+    """Write ``out``, called on every rank; an earlier export there gives way once the new one is whole."""
     from megatron_patch.checkpoint.hf import save_hf
 
     gather_parameters(job)
-    fresh = out.with_name(f".{out.name}.new")
-    if dist.get_rank() == 0 and fresh.exists():
-        shutil.rmtree(fresh)
-    save_hf(job.chunks, fresh, job.settings.run.hf_model)
-    if dist.get_rank() == 0:
-        old = out.with_name(f".{out.name}.old")
-        if out.exists():
-            out.rename(old)
-        fresh.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+    save_hf(job.chunks, out, job.settings.run.hf_model, force=True)
     dist.barrier()
     return out

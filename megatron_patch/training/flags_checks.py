@@ -4,6 +4,7 @@ Layout (layers, heads, experts over ranks) is layout.check's business; here are 
 Source: megatron/training/arguments.py (0.19.2), validate_args.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,7 +122,8 @@ def _virtual(v: Values, stages: int) -> str | None:
 def parallel(v: Values, given: frozenset[str]) -> str | None:
     for name in ('tensor_model_parallel_size', 'pipeline_model_parallel_size', 'context_parallel_size',
                  'expert_model_parallel_size', 'expert_tensor_parallel_size', 'micro_batch_size', 'global_batch_size',
-                 'seq_length', 'train_iters', 'train_samples', 'world_size'):
+                 'seq_length', 'train_iters', 'train_samples', 'world_size', 'log_interval', 'tensorboard_log_interval',
+                 'make_vocab_size_divisible_by'):
         if v[name] is not None and v[name] < (0 if name.startswith('train') else 1):
             return f'--{name.replace("_", "-")} {v[name]} must be positive'
     if v['tp_comm_overlap'] and not v['sequence_parallel']:
@@ -144,6 +146,8 @@ def schedule(v: Values, given: frozenset[str]) -> str | None:
             return f'{flag} {v[f"{name}_{other}"]} does not go with --train-{by}: use --{name.replace("_", "-")}-{by}'
     if v['lr_warmup_fraction'] is not None and (v['lr_warmup_iters'] or v['lr_warmup_samples']):
         return '--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: give one'
+    if v['lr'] is not None and not math.isfinite(v['lr']):
+        return f'--lr {v["lr"]} must be a finite number'
     if v['lr'] is not None and v['min_lr'] > v['lr']:
         return f'--min-lr {v["min_lr"]} is above --lr {v["lr"]}'
     if v['lr_decay_style'] == 'WSD' and not (v['lr_wsd_decay_iters'] or v['lr_wsd_decay_samples']):
@@ -186,10 +190,20 @@ def data(v: Values, given: frozenset[str]) -> str | None:
         return ' and '.join(sources) + ' exclude each other: give one source of data'
     if per_split and v['split'] is not None:
         return f'--split {v["split"]} goes with --data-path, found --{per_split[0].replace("_", "-")}'
+    if v['split'] is not None and not v['skip_train'] and not _first_share(v['split']):
+        return f'--split {v["split"]} leaves nothing to train on: its first number is the share of training; or give --skip-train'
     longest, length = v['max_position_embeddings'], v['seq_length']
     if longest is not None and length is not None and length > longest:
         return f'--seq-length {length} is above --max-position-embeddings {longest}'
     return None
+
+
+def _first_share(split: str) -> float:
+    """The first number of a --split; 1 where it is no number, which the data's own check will say."""
+    try:
+        return float(split.replace('/', ',').split(',')[0])
+    except ValueError:
+        return 1
 
 
 def checkpoint(v: Values, given: frozenset[str]) -> str | None:

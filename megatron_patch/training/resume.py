@@ -35,10 +35,12 @@ def read_common(found: Found) -> dict:
     try:
         return dist_checkpointing.load_common_state_dict(str(found.path))
     except Exception as error:
-        raise ValueError(f"checkpoint {found.path} cannot be read: {_line(error)}") from error
+        raise ValueError(f"checkpoint {found.path} cannot be read: {one_line(error)}") from error
 
 
-def _line(error) -> str:
+def one_line(error) -> str:
+    """One line; of torch's CheckpointException, which quotes whole tracebacks, the first rank's error."""
+    error = min(error.failures.items())[1][0] if hasattr(error, "failures") else error
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -143,7 +145,7 @@ def _read(state, found: Found, settings):
     try:
         out = dist_checkpointing.load(dict(state), str(found.path), strategy, strict=strict)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
-        raise ValueError(f"checkpoint {found.path} does not fit this model, or is damaged: {_line(error)}") from error
+        raise ValueError(f"checkpoint {found.path} does not fit this model, or is damaged: {one_line(error)}") from error
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -151,7 +153,7 @@ def _load_schedule(scheduler, saved, found: Found) -> None:
     try:
         scheduler.load_state_dict(saved)
     except AssertionError as error:
-        raise ValueError(f"checkpoint {found.path}: {_line(error)}; the schedule of the flags is not the saved one. "
+        raise ValueError(f"checkpoint {found.path}: {one_line(error)}; the schedule of the flags is not the saved one. "
                          "--override-opt-param-scheduler takes the flags', --use-checkpoint-opt-param-scheduler the saved one.") from error
 
 

@@ -29,7 +29,7 @@ class Outcome:
     others: dict = field(default_factory=dict)
 
 
-class NotFinite(RuntimeError):
+class NotFinite(ValueError):
     """The loss of an iteration is nan or infinite."""
 
 

@@ -126,3 +126,60 @@ def test_optimizer_bytes(models, model, sizes):
             expert = 8 // config.expert_model_parallel_size
             assert abs(stage.optimizer - (stage.dense * state / dense + stage.expert * state / expert)) < 2
             assert (stage.weights, stage.gradients) == (stage.parameters * (2 if half else 4), stage.parameters * 4)
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--log-interval", "0"], "--log-interval 0 must be positive"),
+    (["--make-vocab-size-divisible-by", "0"], "--make-vocab-size-divisible-by 0 must be positive"),
+    (["--lr", "inf"], "--lr inf must be a finite number"),
+    (["--split", "0,100,0"], "--split 0,100,0 leaves nothing to train on"),
+])
+def test_values_that_would_fail_later_are_refused(argv, words):
+    """Zero intervals, a rate that is no number, and a split without training data: an error when the arguments are read."""
+    from megatron_patch.training.settings import parse
+
+    with pytest.raises(ValueError, match=words):
+        parse(["--micro-batch-size", "1", "--seq-length", "32", "--train-iters", "10", "--lr", "1e-3", "--mock-data", *argv])
+
+
+def test_foreign_metadata_is_not_unpickled(tmp_path):
+    """A checkpoint whose .metadata would run a command, or is cut off, is refused by name before torch or core read it."""
+    import os
+    import pickle
+
+    from megatron_patch.checkpoint.tracker import locate
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    (folder / "metadata.json").write_text("{}")
+    for content, words in ((pickle.dumps(Evil()), r"system.*foreign code"), (pickle.dumps({"a": 1})[:-3], "cannot be used")):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match=words) as error:
+            locate(tmp_path, 2)
+        assert str(folder / ".metadata") in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_export_may_not_replace_its_source(tmp_path):
+    """--save-hf into the --hf-model folder, or into a folder that holds something else, is refused; a model there is replaced."""
+    from types import SimpleNamespace
+
+    from megatron_patch.training.export import check_export
+
+    def check(out):
+        asked = SimpleNamespace(checkpoint=SimpleNamespace(save_hf=str(out)), run=SimpleNamespace(hf_model=str(tmp_path / "source")))
+        check_export(asked, SimpleNamespace(family="llama"))
+
+    for name, file in (("source", "config.json"), ("model", "model.safetensors"), ("other", "thesis.docx")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    check(tmp_path / "model")
+    check(tmp_path / "new")
+    with pytest.raises(ValueError, match="--hf-model folder itself"):
+        check(tmp_path / "model" / ".." / "source")
+    with pytest.raises(ValueError, match="thesis.docx"):
+        check(tmp_path / "other")
