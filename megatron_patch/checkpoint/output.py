@@ -10,11 +10,13 @@ import fcntl
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 FSYNC_FLAGS = os.O_RDONLY | os.O_DIRECTORY
+LOCK_TRIES = 100
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 
@@ -78,17 +80,26 @@ def _me() -> tuple[int, int]:
 def _lock(work: Path) -> int:
     """A descriptor of the folder ``work``, made if it is not there, under an exclusive lock."""
     while True:
-        work.mkdir(parents=True, exist_ok=True)
         try:
+            work.mkdir(parents=True, exist_ok=True)
             fd = os.open(work, FSYNC_FLAGS | os.O_NOFOLLOW)
-            if not _try_lock(fd):
-                os.close(fd)
-                raise ValueError(f"another process is writing there: {work} is in use; wait for it, or choose another output folder.")
-            if os.path.samestat(os.fstat(fd), os.stat(work)):
-                return fd
+        except (FileExistsError, FileNotFoundError):
+            if os.path.lexists(work) and not work.is_dir():
+                raise
+            continue  # it was published between these lines
+        if not _try_lock(fd):
             os.close(fd)
-        except FileNotFoundError:
-            continue  # it was published between two of these lines
+            raise ValueError(f"another process is writing there: {work} is in use; wait for it, or choose another output folder.")
+        if _is(fd, work):
+            return fd
+        _unlock(fd)
+
+
+def _is(fd: int, work: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(work))
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(fd: int) -> bool:
@@ -157,7 +168,10 @@ def _swap(work: Path, target: Path) -> bool:
     """Exchange the two and remove the earlier ``target``, which then has the name of a work folder: locked, so nobody starts in it."""
     fd = os.open(target, FSYNC_FLAGS)
     try:
-        _try_lock(fd)
+        for _ in range(LOCK_TRIES):  # a builder that just found this folder published holds it for a moment
+            if _try_lock(fd):
+                break
+            time.sleep(0.01)
         if not _exchange(work, target):
             return False
         sync_folder(target.parent)
