@@ -77,7 +77,7 @@ def check_metadata(path) -> None:
         with open(path, "rb") as file:
             _MetadataUnpickler(file).load()
     except Exception as error:
-        raise ValueError(f"{path} cannot be used ({error}); copy the checkpoint again from where it was saved.") from None
+        raise ValueError(f"{path} cannot be read ({error}); copy the checkpoint again from where it was saved.") from None
 
 
 def reason(error: Exception) -> str:

@@ -156,7 +156,7 @@ def test_foreign_metadata_is_not_unpickled(tmp_path):
     folder = tmp_path / "iter_0000002"
     folder.mkdir()
     (folder / "metadata.json").write_text("{}")
-    for content, words in ((pickle.dumps(Evil()), r"system.*foreign code"), (pickle.dumps({"a": 1})[:-3], "cannot be used")):
+    for content, words in ((pickle.dumps(Evil()), r"system.*foreign code"), (pickle.dumps({"a": 1})[:-3], "cannot be read")):
         (folder / ".metadata").write_bytes(content)
         with pytest.raises(ValueError, match=words) as error:
             locate(tmp_path, 2)
