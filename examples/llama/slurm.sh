@@ -16,6 +16,6 @@ script=${script:-$(dirname "${BASH_SOURCE[0]}")/..}/llama/pretrain.sh
 if [ "${DRY_RUN:-0}" = 1 ]; then exec bash "$script"; fi
 
 export GPUS=${SLURM_GPUS_ON_NODE:-8} NODES=$SLURM_JOB_NUM_NODES PORT=$((20000 + SLURM_JOB_ID % 20000))
-MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER EXTRA="${MINUTES:+--exit-duration-in-mins $MINUTES} ${EXTRA:-}"
 srun --kill-on-bad-exit=1 bash "$script"

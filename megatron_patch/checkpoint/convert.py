@@ -26,7 +26,7 @@ def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, progress: Progress
     Raises ValueError for anything that does not fit; ``out`` is then as it was.
     """
     began = time.monotonic()
-    out, config = output.place(out, hf=hf), load_config(hf)
+    config, out = load_config(hf), output.place(out, hf=hf)
     torch_dist_write.check_target(out)
     source = Source(HfFolder(hf), config.family, config).check()
     total = sum(c.nbytes for c in torch_dist_write.chunks(source, config, dtype))
@@ -42,8 +42,9 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
     Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
     """
     began = time.monotonic()
-    out, config = output.place(out, ckpt=ckpt, hf_ref=hf_ref), load_config(hf_ref)
-    source = MegatronSource(torch_dist_read.TorchDist(tracker.find(ckpt)), config).check()
+    folder, config = tracker.find(ckpt), load_config(hf_ref)
+    out = output.place(out, ckpt=folder, hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
+    source = MegatronSource(torch_dist_read.TorchDist(folder), config).check()
     dtypes = {name: dtype or source.dtype(place) for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
     with HfWriter(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force) as writer:

@@ -106,7 +106,7 @@ def test_nothing_is_written_inside_what_is_read(made):
     before = sorted(folder.iterdir()), sorted(ckpt.iterdir())
     for option, work in (("--hf", lambda: convert.hf_to_megatron(folder, folder / "a" / "m")),
                          ("--hf-ref", lambda: convert.megatron_to_hf(ckpt, folder, folder / "b")),
-                         ("--ckpt", lambda: convert.megatron_to_hf(ckpt, folder, ckpt / "b"))):
+                         ("--ckpt", lambda: convert.megatron_to_hf(ckpt, folder, ckpt / "release" / "b"))):
         with pytest.raises(ValueError, match=rf"lies inside .*\({option}\)"):
             work()
     assert before == (sorted(folder.iterdir()), sorted(ckpt.iterdir()))

@@ -33,20 +33,24 @@ def _tracked(root, data) -> dict:
     calls["packed"] = lambda: models.packed(folders["mistral"], "fp32")
     for case, d in (("llama_tied", "bf16"), ("qwen3_moe", "fp32")):
         calls[f"resume {case} {d}"] = lambda case=case, d=d: models.resume(folders[case], data, f"{root}/{case}-ck", d, steps=2)
-    return {name: _compared(call) for name, call in calls.items()}
+    return {name: _compared(call, 2e-2 if "bf16" in name else 1e-5) for name, call in calls.items()}
 
 
-def _compared(call) -> list:
+def _compared(call, bound) -> list:
     faults, count, result = _run(call)
-    return [faults, count, _same(result, call())]
+    return [faults, count, _same(result, call(), bound)]
 
 
-def _same(tracked, plain) -> bool:
-    """Equal; losses of a run in 16 bits up to rounding, because products made 'on the GPU' do not take the CPU's fp32 route."""
-    if not isinstance(tracked, dict) or "losses" not in tracked:
-        return tracked == plain
-    gaps = [abs(a - b) for one, other in zip(tracked["losses"], plain["losses"]) for a, b in zip(one, other, strict=True)]
-    return tracked["bitwise"] == plain["bitwise"] and max(gaps) <= 1e-2
+def _same(tracked, plain, bound) -> bool:
+    """Equal, numbers up to rounding: 'on the GPU' the CPU's own kernels (rotation, norm, fp32 products of 16 bits) are not taken."""
+    if isinstance(plain, dict):
+        keys = plain.keys() - ({"worst"} if plain.get("dtype") == "bf16" else set())  # one token that changes its expert moves it
+        return tracked.keys() == plain.keys() and all(_same(tracked[key], plain[key], bound) for key in keys)
+    if isinstance(plain, (list, tuple)):
+        return len(tracked) == len(plain) and all(_same(a, b, bound) for a, b in zip(tracked, plain))
+    if isinstance(plain, float):
+        return abs(tracked - plain) <= bound * max(1, abs(plain)) or tracked != tracked and plain != plain
+    return tracked == plain
 
 
 def _run(call) -> tuple:
