@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_patch.checkpoint import inert
 from megatron_patch.checkpoint.hf import bare
 from megatron_patch.checkpoint.tracker import find
 
@@ -28,6 +29,7 @@ def load_megatron(model, checkpoint) -> Path:
     from megatron.core import dist_checkpointing
 
     folder = find(checkpoint)
+    inert.check_metadata(folder / ".metadata")
     template = model_state(model, dist_checkpointing.load_content_metadata(str(folder)) or {})
     names = list(template)  # load() empties the dict it is given
     state = dist_checkpointing.load(template, str(folder))

@@ -192,7 +192,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _replace(work: Path, target: Path) -> None:
     """Two renames; :func:`restore` mends what a kill between them leaves."""
-    old = _replaced(target)
+    old = replaced(target)
     if target.exists():
         if old.exists():
             shutil.rmtree(old)
@@ -202,13 +202,14 @@ def _replace(work: Path, target: Path) -> None:
         shutil.rmtree(old)
 
 
-def _replaced(target: Path) -> Path:
+def replaced(target: Path) -> Path:
+    """Where an earlier ``target`` is while a new one takes its name by two renames."""
     return target.parent / f".{target.name}.replaced"
 
 
 def restore(target: Path) -> None:
     """Bring back the ``target`` that a kill left between two renames."""
-    old = _replaced(target)
+    old = replaced(target)
     if old.exists() and not target.exists():
         old.rename(target)
 

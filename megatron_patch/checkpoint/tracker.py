@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.checkpoint import inert, output
+from megatron_patch.checkpoint import output
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -59,7 +59,7 @@ def find(ckpt) -> Path:
 
 def _complete(folder: Path, iteration: int, release: bool) -> Found:
     # A run killed while it replaced a checkpoint of the same iteration left the earlier one under this name.
-    earlier = folder.parent / f".{folder.name}.replaced"
+    earlier = output.replaced(folder)
     if not folder.exists() and earlier.is_dir():
         folder = earlier
     if not folder.is_dir():
@@ -68,7 +68,6 @@ def _complete(folder: Path, iteration: int, release: bool) -> Found:
         if not (folder / name).is_file():
             kind = "it was written by another format or the copy is incomplete; only torch_dist checkpoints are read"
             raise ValueError(f"checkpoint {folder} has no {name}: {kind}.")
-    inert.check_metadata(folder / ".metadata")
     return Found(folder, iteration, release)
 
 

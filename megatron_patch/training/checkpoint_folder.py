@@ -2,14 +2,23 @@
 
 from pathlib import Path
 
+from megatron_patch.checkpoint import inert
 from megatron_patch.checkpoint.tracker import TRACKER, Found, locate
 
 
 def find(settings) -> Found | None:
     """The checkpoint that a run starts from, by --load, --ckpt-step and --pretrained-checkpoint; None: start anew.
 
-    A missing one is an error, unless --load is also where the run saves: then this is its first start.
+    A missing one is an error, unless --load is also where the run saves: then this is its first start. So is one whose .metadata
+    core should not unpickle.
     """
+    found = _named(settings)
+    if found is not None:
+        inert.check_metadata(found.path / ".metadata")
+    return found
+
+
+def _named(settings) -> Found | None:
     wanted = settings.checkpoint
     if wanted.load is not None:
         found = locate(wanted.load, wanted.ckpt_step)

@@ -129,7 +129,7 @@ def rows():
             "os.environ:THP_MEM_ALLOC_ENABLE",
             only_if_missing("1"),
             "c10/core/impl/alloc_cpu.cpp of torch",
-            "torch asks for large pages (madvise): a sixth of a training step went into clearing small ones; 0 leaves it off",
+            "large pages (madvise): 64 MB of fresh memory are written in 23 ms instead of 47; 0 in the environment leaves it off",
         ),
         StandIn("torch:compile", _compile, "megatron/core/jit.py, transformer/moe/router.py", "34 s at the first fused function on CPU"),
     ]

@@ -1,7 +1,7 @@
 """Large reduce-scatters and all-gathers between ranks of one machine go through shared memory.
 
 gloo sends them over TCP, and its reduce-scatter is an all-reduce of the whole buffer (torch, ProcessGroupGloo): 399 and 259 ms
-for 224 MB on 2 ranks where memory takes 53 and 56. Smaller ones, other reductions and groups across machines stay with gloo.
+for 224 MB on 2 ranks where this takes 84 and 75. Smaller ones, other reductions and groups across machines stay with gloo.
 
 The memory is anonymous (memfd): nothing is left behind by a killed rank. Shape suffixes: R ranks, N elements of one rank's part.
 """
