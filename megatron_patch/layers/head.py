@@ -42,6 +42,7 @@ class ChunkedLossModel(GPTModel):
     """
 
     chunked_loss = True
+    shard = None  # of the vocabulary, where there is an output layer of ours
 
     def adopt_output_layer(self, vocab_size: int) -> None:
         """Call once, after the padding hook is on. GPTModel builds this layer itself and no spec names it: hence the class change."""

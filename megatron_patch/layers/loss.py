@@ -43,6 +43,7 @@ class Shard:
     first: int
     rows: int
     group: dist.ProcessGroup | None = None  # None: this rank has the whole vocabulary
+    in_place: bool = False  # the weight's gradient goes straight into its main_grad
     expected: Expected = field(default_factory=Expected)
 
     def reduce(self, values: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
@@ -78,21 +79,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_TH, weight_VH, labels_T, mask_T = ctx.saved_tensors
         ready, ctx.ready = ctx.ready, None  # kept no longer: the weight's gradient is as large as the weight
         if ready is not None and torch.equal(ready[0], grad_T):
-            return *ready[1], None, None, None, None
-        ctx.shard.expected.learn(grad_T, mask_T)
-        del ready
-        return *_sweep(hidden_TH, weight_VH, labels_T, grad_T, ctx.shard, ctx.wants)[1:], None, None, None, None
+            d_hidden, d_weight = ready[1]
+        else:
+            ctx.shard.expected.learn(grad_T, mask_T)
+            del ready
+            _, d_hidden, d_weight = _sweep(hidden_TH, weight_VH, labels_T, grad_T, ctx.shard, ctx.wants)
+        if d_weight is not None:
+            d_weight = _into_main_grad(d_weight, weight_VH) if ctx.shard.in_place else d_weight.made().to(weight_VH.dtype)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _into_main_grad(d_weight, weight_VH) -> Tensor:
+    """Add it where DDP collects gradients, and return one that is never read: DDP's hooks want a gradient to be there."""
+    d_weight.add_to(weight_VH.main_grad)
+    weight_VH.grad_added_to_main_grad = True
+    return torch.empty_like(weight_VH)
 
 
 def _sweep(hidden_TH, weight_VH, labels_T, grad_T, shard, wants):
-    """(loss [T], d hidden, d weight) chunk by chunk; no gradients without ``grad_T``, and only those that ``wants`` names."""
+    """(loss [T], d hidden, d weight, a maker of it) chunk by chunk; no gradients without ``grad_T``, only those ``wants`` names."""
     kind = product_dtype(weight_VH)
     wide_TH, real_VH = hidden_TH.to(kind), weight_VH[: max(shard.rows, 1)].to(kind)
-    count, step = hidden_TH.shape[0], chunk_rows(real_VH.shape[0], hidden_TH.device.type)
-    loss_T = hidden_TH.new_empty(count, dtype=torch.float32)
     wants = [grad_T is not None and want for want in wants]
+    put_off = wants[1] and shard.in_place and hidden_TH.shape[0] <= hidden_TH.shape[1]  # all logits are less than d weight
+    count = hidden_TH.shape[0]
+    step = max(count, 1) if put_off else chunk_rows(real_VH.shape[0], hidden_TH.device.type)
+    loss_T = hidden_TH.new_empty(count, dtype=torch.float32)
     d_hidden = torch.empty_like(wide_TH) if wants[0] else None
-    d_weight = _WeightGradient(weight_VH, real_VH, count <= step) if wants[1] else None
+    d_weight = (_Factors() if put_off else _WeightGradient(weight_VH, real_VH, count <= step)) if wants[1] else None
     buffer = hidden_TH.new_empty(min(step, count), real_VH.shape[0], dtype=torch.float32)
     for start in range(0, count, step):
         part = slice(start, start + step)
@@ -108,7 +122,7 @@ def _sweep(hidden_TH, weight_VH, labels_T, grad_T, shard, wants):
             d_hidden[part] *= 1 if narrow is None else narrow
         if wants[1]:
             d_weight.add(d_logits_TV, h_TH if narrow is None else h_TH * narrow)
-    return (loss_T, d_hidden.to(hidden_TH.dtype) if wants[0] else None, d_weight.value.to(weight_VH.dtype) if wants[1] else None)
+    return loss_T, d_hidden.to(hidden_TH.dtype) if wants[0] else None, d_weight
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -149,7 +163,7 @@ def _scaled(exp_TV, scale_T1, dtype):
 
 
 class _WeightGradient:
-    """The sum over chunks of d_logits^T h, ``value`` [V, H]; in fp32 unless there is one chunk only, which rounds once."""
+    """The sum over chunks of d_logits^T h [V, H]; in fp32 unless there is one chunk only, which rounds once."""
 
     def __init__(self, weight_VH, real_VH, single):
         self.rows, self.first = real_VH.shape[0], True
@@ -158,11 +172,39 @@ class _WeightGradient:
 
     def add(self, d_logits_TV, h_TH):
         """Add one chunk."""
-        real_VH = self.value[: self.rows]
-        if real_VH.dtype == h_TH.dtype:
-            torch.addmm(real_VH, d_logits_TV.t(), h_TH, beta=0 if self.first else 1, out=real_VH)
-        elif self.first:
-            real_VH.copy_(d_logits_TV.t() @ h_TH)
-        else:
-            real_VH.add_(d_logits_TV.t() @ h_TH)
+        _add_product(self.value[: self.rows], d_logits_TV, h_TH, beta=0 if self.first else 1)
         self.first = False
+
+    def made(self) -> Tensor:
+        """The gradient."""
+        return self.value
+
+    def add_to(self, sums_VH) -> None:
+        """Add the gradient to ``sums``."""
+        sums_VH.add_(self.value)
+
+
+class _Factors:
+    """The two factors of one chunk's gradient, multiplied only where the result is added: d weight itself never exists."""
+
+    pair = None
+
+    def add(self, d_logits_TV, h_TH):
+        """Take the one chunk."""
+        self.pair = d_logits_TV, h_TH
+
+    def add_to(self, sums_VH) -> None:
+        """Add the gradient to ``sums``; once, since it lets go of the factors."""
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            _add_product(sums_VH[: pair[0].shape[1]], *pair, beta=1)
+
+
+def _add_product(sums_VH, d_logits_TV, h_TH, beta):
+    """sums = beta sums + d_logits^T h."""
+    if sums_VH.dtype == h_TH.dtype:
+        torch.addmm(sums_VH, d_logits_TV.t(), h_TH, beta=beta, out=sums_VH)
+    elif beta:
+        sums_VH.add_(d_logits_TV.t() @ h_TH)
+    else:
+        sums_VH.copy_(d_logits_TV.t() @ h_TH)

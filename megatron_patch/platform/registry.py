@@ -28,6 +28,9 @@ class Platform:
     def uninstall(self):
         """Undo install()."""
 
+    def settle_for_training(self):
+        """Prepare the process for many steps alike; called once, before the model is built."""
+
     def rows(self):
         """Every change it makes, as StandIn rows."""
         return ()

@@ -51,6 +51,7 @@ def assemble(settings, config: ModelConfig, world_size: int, *, load_weights: bo
     layout.check(config, world_size, length.seq_length)
     check_layout(length, config)
     optimizer_settings = optimizer_config(settings, config)
+    platform.current().settle_for_training()
     parallel.initialize(config, seed=settings.run.seed)
     at = parallel.place()
     seed_everything(settings, at)

@@ -1,20 +1,24 @@
 """Run on ranks: reduce-scatter and all-gather of platform cpu against sums and concatenations that every rank works out itself."""
 
 import os
+import time
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron_patch.platform.cpu import shared_memory
+from megatron_patch.platform.cpu import peers, shared_memory
 
 PART = (1 << 19) + 7  # elements of one rank's part: several turns of a small slot, the last one shorter
 
 
-def operations() -> dict:
-    """How often operations of this rank went through shared memory, and what is left in the end."""
+def operations(readable: bool) -> dict:
+    """How often ranks waited for each other in shared memory, by group size, and what is left in the end; without ``readable``
+    one rank may not read another's memory."""
     shared_memory.SLOT_BYTES = 1 << 20
+    if dist.get_rank() == 1:
+        peers.read = _slowly(peers.read) if readable else _refuse
     used, real = [], shared_memory.Window.wait
     shared_memory.Window.wait = lambda self: used.append(self.ranks) or real(self)
     everyone = dist.group.WORLD
@@ -33,7 +37,20 @@ def operations() -> dict:
     dist.destroy_process_group(pair)
     del pair
     left = sorted(name for name in os.listdir("/proc/self/fd") if "megatron_patch" in _target(name))
-    return dict(counts=counts, left=left, window_gone=gone is None or gone() is None)
+    kind = type(shared_memory._windows[everyone]).__name__
+    return dict(kind=kind, counts=counts, left=left, window_gone=gone is None or gone() is None)
+
+
+def _refuse(pid, address, target):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def _slowly(read):
+    def late(*arguments):
+        time.sleep(0.02)
+        return read(*arguments)
+
+    return late
 
 
 def _target(descriptor: str) -> str:
@@ -59,12 +76,17 @@ def check(group, dtype, in_place) -> None:
     work = dist.reduce_scatter_tensor(out, mine, group=group, async_op=in_place)
     assert (work.wait() and work.is_completed()) if in_place else work is None
     assert torch.equal(out, total[rank]), "reduce-scatter"
+    out = out.clone()
+    mine.fill_(77)  # a rank that is done may do this
     whole = torch.full((ranks * PART,), 77, dtype=dtype)
     if in_place:
         whole.view(ranks, PART)[rank] = out
         out = whole.view(ranks, PART)[rank]
     dist.all_gather_into_tensor(whole, out, group=group)
-    assert torch.equal(whole.view(ranks, PART), total), "all-gather"
+    out.fill_(77)
+    expected = total.clone()
+    expected[rank] = 77 if in_place else total[rank]
+    assert torch.equal(whole.view(ranks, PART), expected), "all-gather"
 
 
 def coalesced(group) -> None:

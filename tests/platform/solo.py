@@ -202,5 +202,43 @@ def libraries(folder):
     )  # fmt: skip
 
 
+def memory():
+    """Page faults of the same 300 MB of allocations, made again and again, before and after a run is prepared on platform cpu."""
+    import resource
+
+    import torch
+
+    from megatron_patch import platform
+
+    def faults():
+        start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(4):
+            tensors = [torch.full((size << 18,), 1.0) for size in (1, 3, 40, 256)]
+            del tensors
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+
+    active = platform.activate("cpu")
+    before = faults()
+    active.settle_for_training()
+    return [before, min(faults() for _ in range(4))]  # the first ones take the memory
+
+
+def norm():
+    """Relative errors of upstream's clip_grads norm of 20M equal elements, with and without the platform's row."""
+    import torch
+
+    from megatron_patch import platform
+
+    platform.activate("cpu")
+    from megatron.core.optimizer import clip_grads
+
+    tensors = [torch.full((20_000_000,), 1e-3), torch.tensor([0.25, 0.5]), torch.ones(3, 5, dtype=torch.bfloat16).t()]
+    exact = (20_000_000 * float(tensors[0][0]) ** 2 + 0.25**2 + 0.5**2 + 15) ** 0.5
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    ours = clip_grads.get_grad_norm_fp32(tensors, grad_stats_parallel_group=None)
+    theirs = torch.stack([torch.norm(tensor.float()) for tensor in tensors]).norm().item()
+    return [abs(ours - exact) / exact, abs(theirs - exact) / exact]
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -89,6 +89,18 @@ def test_libraries_beside_it(tmp_path):
     assert got["fuser"] and not got["upstream_compiled"]
 
 
+def test_freed_memory_is_kept():
+    """Once a run is prepared, allocations made before are made again without a page fault (with glibc; others keep their ways)."""
+    before, after = fresh("memory")
+    assert before > 500 and after < 50
+
+
+def test_gradient_norm():
+    """The norm that upstream clips by is exact to fp32 however many elements there are, where torch.norm on one thread is not."""
+    ours, theirs = fresh("norm")
+    assert ours < 1e-5 < 1e-3 < theirs
+
+
 def test_unknown_platform():
     """A name nobody registered is refused with the known ones."""
     with pytest.raises(ValueError, match="unknown platform 'tpu'.*cpu, cuda"):

@@ -32,6 +32,11 @@ class Cpu(Platform):
         self._ledger.uninstall()
         self._ledger = None
 
+    def settle_for_training(self):
+        from megatron_patch.platform.cpu.memory import keep_freed_memory
+
+        keep_freed_memory()
+
     def applied(self):
         """The rows in place now; those of megatron modules appear once the module is imported."""
         return tuple(self._ledger.applied) if self._ledger else ()
