@@ -1,22 +1,23 @@
-"""Run a function on several ranks: fresh processes on platform cpu, each in a gloo group of its own world.
+"""Run a function on several ranks: new processes on platform cpu, in a gloo group of their own.
 
     run_ranks(2, "tests.platform.ranks:tp_losses", {"sp": True})  ->  [result of rank 0, result of rank 1]
 
 The function takes JSON arguments, finds torch.distributed initialised, and returns something JSON can hold. Start one group and
-run many cases in it: a process costs 8 s of imports."""
+run many cases in it: what it imports beyond tests/forkserver.py, each rank imports."""
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from megatron_patch.launch import free_port
+from tests.forkserver import Server
 
 ROOT = Path(__file__).resolve().parents[1]
+_server = Server()
 
 
 class RankError(AssertionError):
@@ -24,7 +25,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(world_size, target, *args, timeout=300, env=None):
-    """Call `module:function` with JSON `args` on `world_size` fresh processes; returns their results in rank order.
+    """Call `module:function` with JSON `args` on `world_size` new processes; returns their results in rank order.
     Raises RankError with a rank's traceback when one fails, dies or the `timeout` (seconds) passes; no process outlives the call."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         folder = Path(folder)
@@ -40,17 +41,9 @@ def run_ranks(world_size, target, *args, timeout=300, env=None):
 
 
 def _start(rank, world_size, target, folder, port, env):
-    variables = {
-        **os.environ, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONFAULTHANDLER": "1", **env,
-    }  # fmt: skip
-    with open(folder / f"log{rank}.txt", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.groups", target, str(folder)],
-            env={key: str(value) for key, value in variables.items()},
-            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env}
+    return _server.start("tests.groups", [target, str(folder)], variables, folder / f"log{rank}.txt")
 
 
 def _wait(ranks, folder, target, timeout):
@@ -69,7 +62,7 @@ def _wait(ranks, folder, target, timeout):
 
 
 def _dump_stacks(ranks):
-    """Have each rank that still runs write where it is to its log (see _rank_main)."""
+    """Have each rank that still runs write where it is to its log (see rank_main)."""
     for process in ranks:
         if process.poll() is None:
             process.send_signal(signal.SIGUSR1)
@@ -100,7 +93,8 @@ def _write(path, text):
     temporary.rename(path)
 
 
-def _rank_main(target, folder):
+def rank_main(target, folder):
+    """What a rank does; does not return."""
     import faulthandler
     import importlib
     import traceback
@@ -126,6 +120,3 @@ def _rank_main(target, folder):
     sys.stdout.flush()
     os._exit(0)  # no wait for threads of gloo or of a data loader
 
-
-if __name__ == "__main__":
-    _rank_main(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """Ranks that a command starts itself end with it, whatever ends it."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -36,7 +37,8 @@ def test_ranks_end_with_their_parent(number, tmp_path):
     """SIGTERM, SIGHUP and SIGKILL of the parent end every rank; the first two give exit code 128 + signal."""
     (tmp_path / "sleeping_rank.py").write_text(RANK)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    parent, pids = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env=env), []
+    heed = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, which is inherited
+    parent, pids = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env=env, preexec_fn=heed), []
     try:
         assert within(30, lambda: all((tmp_path / r).is_file() and (tmp_path / r).read_text() for r in "01"))
         pids = [int((tmp_path / r).read_text()) for r in "01"]

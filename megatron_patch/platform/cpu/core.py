@@ -70,7 +70,7 @@ def _scale(chunk_size, noop_flag, tensor_lists, scale):
 
 def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
     """([l2 norm of all tensors], None): fp32 products of chunks that stay in the cache, added up in fp64."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cuda")
     for tensor in (tensor for tensors in tensor_lists for tensor in tensors):
         for part in tensor.flatten().float().split(chunk_size):
             total += torch.dot(part, part)
