@@ -66,6 +66,22 @@ def discard(target: Path) -> None:
         _release(target)
 
 
+def sweep(pattern: Path) -> None:
+    """Remove the work folders that killed processes left of the targets that ``pattern`` matches (root/iter_*); one that a living
+    process holds stays."""
+    for work in pattern.parent.glob(partial(pattern).name):
+        try:
+            fd = os.open(work, FSYNC_FLAGS | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or no folder
+        if not _try_lock(fd):
+            os.close(fd)
+            continue
+        if _is(fd, work):
+            shutil.rmtree(work, ignore_errors=True)
+        _unlock(fd)
+
+
 _HELD: dict[str, tuple[int, int, int]] = {}  # target -> (descriptor of its locked work folder, process, thread)
 
 

@@ -32,8 +32,7 @@ class Saver:
         self.queue, self.last_saved = None, None
         if dist.get_rank() == 0:
             self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in self.root.glob(".iter_*.partial"):  # of a run that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+            output.sweep(self.root / "iter_*")
         dist.barrier()
 
     def save(self, job, progress) -> None:
