@@ -105,6 +105,37 @@ def test_dry_run(models, data, capsys):
         assert words in error and error.count("\n") == 1, (change, error)
 
 
+def test_dry_run_reads_the_checkpoint(models, data, tmp_path, capsys):
+    """--load in a dry run: what a real run would say of the common part, in one line: another model, another hidden size, damaged, or
+    not there. Mutants: the common part not read, or not compared."""
+    from megatron_patch import pretrain
+    from megatron_patch.checkpoint.convert import hf_to_megatron
+    from tests.families import tiny
+
+    hf_to_megatron(models["llama"], tmp_path / "ck")
+    tiny.save("llama", tmp_path / "wide", hidden_size=128)
+    flags = ["--platform", "cpu", "--dry-run", "--data-path", data, "--seq-length", "32", "--micro-batch-size", "1", "--train-iters", "3",
+             "--lr", "1e-3", "--load", str(tmp_path / "ck")]
+    release = tmp_path / "ck" / "release"
+
+    def error(model):
+        assert run_main(pretrain, [*flags, "--hf-model", str(model)]) == 1
+        found = capsys.readouterr().err
+        assert str(release) in found and found.count("\n") == 1
+        return found
+
+    assert run_main(pretrain, [*flags, "--hf-model", models["llama"]]) == 0
+    assert f"weights from checkpoint {release}" in capsys.readouterr().out
+    assert "hidden_size is 64 in the checkpoint, 128" in error(tmp_path / "wide")
+    assert "kv_channels is 16 in the checkpoint, 32" in error(models["qwen3"])
+    whole = (release / "common.pt").read_bytes()
+    (release / "common.pt").write_bytes(whole[:100])
+    assert "cannot be read: common.pt" in error(models["llama"])
+    for file in ("common.pt", "__objects_0.distcp"):  # newer cores look into the second when the first is missing
+        (release / file).unlink()
+    assert "no common.pt; copy the whole folder" in error(models["llama"])
+
+
 def run_main(pretrain, argv) -> int:
     with pytest.raises(SystemExit) as end:
         pretrain.main(argv)
