@@ -198,6 +198,29 @@ def test_foreign_metadata_is_not_unpickled(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_checkpoints_without_a_tracker_are_not_passed_over(tmp_path):
+    """--load and --save on a folder with iter_* and no tracker: an error in one line with what is there and the file to write; a folder
+    that is empty, missing, or holds other things is a first start. Mutant: the check left out."""
+    from megatron_patch.training.checkpoint_folder import find
+
+    def look(folder):
+        return find(settings("--load", str(folder), "--save", str(folder), "--save-interval", "2"))
+
+    assert look(tmp_path) is None and look(tmp_path / "missing") is None
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / ".iter_0000008.partial").mkdir()
+    (tmp_path / "iter_0000006").touch()
+    assert look(tmp_path) is None
+    for iteration in (2, 10, 4):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    words = r"iter_0000002, iter_0000004, iter_0000010, but no latest.*number \(10 for iter_0000010\)"
+    with pytest.raises(ValueError, match=words) as error:
+        look(tmp_path)
+    assert str(tmp_path / "latest_checkpointed_iteration.txt") in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="iter_0000004 has no metadata.json"):
+        find(settings("--load", str(tmp_path), "--ckpt-step", "4"))
+
+
 def test_an_export_may_not_replace_its_source(tmp_path):
     """--save-hf into the --hf-model folder, or into a folder that holds something else, is refused; a model there is replaced."""
     from types import SimpleNamespace
