@@ -235,9 +235,15 @@ def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
+        close_durably(file)
+    temporary.rename(path)
+
+
+def close_durably(file) -> None:
+    """Close a file being written, when all of it is on the disk."""
+    with file:
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def sync_folder(folder: Path) -> None:
