@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from megatron_patch.checkpoint import convert, output
+from megatron_patch.checkpoint import convert, folder_lock, output
 from tests.checkpoint import small
 from tests.checkpoint.test_others import same_checkpoint
 
@@ -82,7 +82,7 @@ def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path):
     (output.start(target) / "newer").write_text("x")
     output.publish(target, replace=True)
     assert [p.name for p in target.iterdir()] == ["newer"] and [p.name for p in tmp_path.iterdir()] == ["t"]
-    assert not output._HELD
+    assert not folder_lock._HELD
 
 
 def test_what_appeared_meanwhile_is_kept(tmp_path):
