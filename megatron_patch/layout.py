@@ -6,12 +6,24 @@ get_transformer_layer_offset (tests/upstream compares them).
 """
 
 import re
+from collections.abc import Mapping
+
+# How pretrain calls what the messages speak of; a command with other flags passes its own, without those that it does not have.
+FLAGS = {field: f"--{field.replace('_', '-')}" for field in (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "sequence_parallel", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout")}
+FLAGS.update(num_layers_in_first_pipeline_stage="--decoder-first-pipeline-num-layers",
+             num_layers_in_last_pipeline_stage="--decoder-last-pipeline-num-layers")
+UNEVEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "num_layers_in_first_pipeline_stage",
+          "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
 
 
-def stages(config) -> list[list[list[int]]]:
-    """Global layer ids per pipeline rank, then per virtual stage. Raises ValueError when the split does not work out."""
+def stages(config, flags: Mapping[str, str] = FLAGS) -> list[list[list[int]]]:
+    """Global layer ids per pipeline rank, then per virtual stage. Raises ValueError, in terms of ``flags``, when the split does not work
+    out."""
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    counts = _layout_counts(config, pp) if config.pipeline_model_parallel_layout else _counts(config, pp, vpp)
+    counts = _layout_counts(config, pp) if config.pipeline_model_parallel_layout else _counts(config, pp, vpp, flags)
     out, first = [[[] for _ in row] for row in counts], 0
     for stage in range(len(counts[0])):
         for rank in range(pp):
@@ -23,8 +35,8 @@ def stages(config) -> list[list[list[int]]]:
     return out
 
 
-def _counts(config, pp, vpp):
-    per_rank = _layers_per_rank(config, pp)
+def _counts(config, pp, vpp, flags):
+    per_rank = _layers_per_rank(config, pp, flags)
     for rank, n in enumerate(per_rank):
         if n % vpp:
             raise ValueError(f"pipeline rank {rank} has {n} layers, not divisible by {vpp} virtual stages "
@@ -37,14 +49,14 @@ def _counts(config, pp, vpp):
     return counts
 
 
-def _layers_per_rank(config, pp):
+def _layers_per_rank(config, pp, flags):
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     extra = bool(config.account_for_embedding_in_pipeline_split) + bool(config.account_for_loss_in_pipeline_split)
     if first is None and last is None:
         total = config.num_layers + extra
         if total % pp:
             raise ValueError(f"{config.num_layers} layers{' + embedding/loss' if extra else ''} ({total}) cannot be split evenly over "
-                             f"PP {pp}. {_suggest(config, pp)}")
+                             f"PP {pp}. {_suggest(config, pp, flags)}")
         return [total // pp] * pp
     if extra:
         raise ValueError("a first or last stage size cannot be combined with account-for-embedding/loss-in-pipeline-split; use one.")
@@ -59,16 +71,17 @@ def _layers_per_rank(config, pp):
     return ([first] if first is not None else []) + mid + ([last] if last is not None else [])
 
 
-def _suggest(config, pp):
+def _suggest(config, pp, flags):
     n = config.num_layers
+    near = [d for d in range(1, n + 1) if n % d == 0 and d <= pp][-1]
+    if not set(UNEVEN) <= set(flags):
+        return f"Use {flags['pipeline_model_parallel_size']} {near}."
+    embedding, loss, first, last, free = (flags[field] for field in UNEVEN)
     if (n + 2) % pp == 0 and n + 2 >= 2 * pp:
         each = (n + 2) // pp
         split = [each - 1] + [each] * (pp - 2) + [each - 1]
-        return (f"--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split gives {split}; "
-                f"or set --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.")
-    near = [d for d in range(1, n + 1) if n % d == 0 and d <= pp]
-    return (f"Use PP {near[-1]}, or --decoder-first-pipeline-num-layers/--decoder-last-pipeline-num-layers, "
-            f"or --pipeline-model-parallel-layout.")
+        return f"{embedding} {loss} gives {split}; or set {first} and {last}."
+    return f"Use PP {near}, or {first}/{last}, or {free}."
 
 
 def parse_layout(text: str) -> list[str]:
@@ -96,15 +109,16 @@ def _layout_counts(config, pp):
     return [[rows[stage * pp + rank].count("t") for stage in range(len(rows) // pp)] for rank in range(pp)]
 
 
-def check(config, world_size: int | None = None, seq_length: int | None = None) -> None:
-    """Raise ValueError for the first layout mistake: both numbers and what to do. Sizes only, no process group."""
+def check(config, world_size: int | None = None, seq_length: int | None = None, flags: Mapping[str, str] = FLAGS) -> None:
+    """Raise ValueError for the first layout mistake: both numbers and what to do, by the names in ``flags`` (config field: flag).
+    Sizes only, no process group."""
     _check_sizes(config)
     _check_tensor(config)
-    _check_experts(config)
-    _check_pipeline(config)
-    _check_sequence(config, seq_length)
+    _check_experts(config, flags)
+    _check_pipeline(config, flags)
+    _check_sequence(config, seq_length, flags)
     if world_size is not None:
-        _check_world(config, world_size)
+        _check_world(config, world_size, flags)
 
 
 def _sizes(config) -> dict:
@@ -118,7 +132,7 @@ def _check_sizes(config):
             raise ValueError(f"{name} must be a positive integer, found {size!r}.")
 
 
-def _check_world(config, world_size):
+def _check_world(config, world_size, flags):
     sizes = _sizes(config)
     dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
     if world_size % dense:
@@ -127,7 +141,7 @@ def _check_world(config, world_size):
     expert = sizes["ETP"] * sizes["EP"] * sizes["PP"]
     if world_size % expert:
         raise ValueError(f"world size {world_size} is not a multiple of expert TP {sizes['ETP']} x EP {sizes['EP']} x PP {sizes['PP']} = "
-                         f"{expert}; lower EP or set --expert-tensor-parallel-size 1.")
+                         f"{expert}; lower EP or set {flags['expert_tensor_parallel_size']} 1.")
 
 
 def _divides(what, number, by, size, hint):
@@ -154,35 +168,35 @@ def _check_tensor(config):
         _divides("moe_shared_expert_intermediate_size", shared, "TP", tp, f"TP can be {_divisors(shared, tp)}.")
 
 
-def _check_experts(config):
+def _check_experts(config, flags):
     experts, ep = config.get("num_moe_experts"), config.expert_model_parallel_size
     if not experts:
         if ep > 1:
-            raise ValueError(f"expert-model-parallel-size {ep} needs a mixture-of-experts model; this one has no experts.")
+            raise ValueError(f"{flags['expert_model_parallel_size']} {ep} needs a mixture-of-experts model; this one has no experts.")
         return
     _divides("num_moe_experts", experts, "EP", ep, f"EP can be {_divisors(experts, ep)}.")
     ffn = config.get("moe_ffn_hidden_size") or config.ffn_hidden_size
-    _divides("moe_ffn_hidden_size", ffn, "expert TP", config.expert_tp, "set --expert-tensor-parallel-size to a divisor.")
+    _divides("moe_ffn_hidden_size", ffn, "expert TP", config.expert_tp, f"set {flags['expert_tensor_parallel_size']} to a divisor.")
     topk = config.get("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"moe_router_topk {topk} is larger than num_moe_experts {experts}.")
 
 
-def _check_pipeline(config):
+def _check_pipeline(config, flags):
     vpp = config.virtual_pipeline_model_parallel_size
     if vpp is not None and config.pipeline_model_parallel_size < 2:
-        raise ValueError(f"virtual pipeline size {vpp} needs pipeline-model-parallel-size > 1, "
+        raise ValueError(f"virtual pipeline size {vpp} needs {flags['pipeline_model_parallel_size']} > 1, "
                          f"found {config.pipeline_model_parallel_size}.")
-    split = stages(config)
+    split = stages(config, flags)
     if config.pipeline_model_parallel_layout and vpp is not None and len(split[0]) != vpp:
         raise ValueError(f"pipeline-model-parallel-layout has {len(split[0])} virtual stages per rank, "
                          f"virtual pipeline size is {vpp}; drop one of the two.")
 
 
-def _check_sequence(config, seq_length):
+def _check_sequence(config, seq_length, flags):
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     if config.sequence_parallel and tp < 2:
-        raise ValueError(f"sequence-parallel needs tensor-model-parallel-size > 1, found {tp}; drop --sequence-parallel.")
+        raise ValueError(f"{flags['sequence_parallel']} needs {flags['tensor_model_parallel_size']} > 1, found {tp}; drop it.")
     if seq_length is None:
         return
     limit = config.rope.limit(config.max_position_embeddings)

@@ -1,6 +1,7 @@
 """Process groups for a model config: one call sets up torch.distributed and core's parallel_state."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,3 +101,31 @@ def place() -> Place:
     return Place(tp=ps.get_tensor_model_parallel_rank(), pp=ps.get_pipeline_model_parallel_rank(), cp=ps.get_context_parallel_rank(),
                  dp=ps.get_data_parallel_rank(), ep=ps.get_expert_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(),
                  expert_dp=ps.get_expert_data_parallel_rank(), dp_cp=ps.get_data_parallel_rank(with_context_parallel=True))
+
+
+def on_first_rank(work: Callable[[], object]) -> None:
+    """Call ``work`` on rank 0 and wait for it on the others; what it raises stops every rank. Collective."""
+    failed = None
+    try:
+        if dist.get_rank() == 0:
+            work()
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        failed = error
+    share_failure(failed)
+
+
+KINDS = {"ValueError": ValueError, "OSError": OSError, "RuntimeError": RuntimeError}
+
+
+def share_failure(failed: BaseException | None) -> None:
+    """Raise rank 0's ``failed`` on every rank, so that none waits for one that gave up; None there: nothing happens. Collective.
+
+    The other ranks get an error of the same kind (ValueError, OSError, else RuntimeError) with its message.
+    """
+    kind = next((name for name, known in KINDS.items() if isinstance(failed, known)), "RuntimeError")
+    told = [None if failed is None else (kind, str(failed))]
+    dist.broadcast_object_list(told, src=0)
+    if dist.get_rank() == 0 and failed is not None:
+        raise failed
+    if told[0] is not None:
+        raise KINDS[told[0][0]](f"rank 0 failed: {told[0][1]}")

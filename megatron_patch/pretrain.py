@@ -4,16 +4,16 @@ Flags are Megatron-LM's (--help lists them), from the command line or from --con
 stopped early as --exit-* asked; 1: an error, on one line.
 """
 
-import logging
 import os
 import sys
-import warnings
+
+from megatron_patch import notices
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: run, and exit with 0 or 1."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    quiet()
+    notices.quieten()
     try:
         code = start(argv)
     except (ValueError, OSError) as error:
@@ -45,16 +45,6 @@ def start(argv: list[str]) -> int:
     from megatron_patch.training.run import run
 
     return run(settings)
-
-
-def quiet() -> None:
-    """Leave to core's own loggers and torch's notices only what a user can act on."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for name in ("megatron.core", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*")
-    # core's saving starts a process of its own, which imports megatron anew.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Transformer Engine and Apex:UserWarning")
 
 
 def _who() -> str:

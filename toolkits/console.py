@@ -18,26 +18,14 @@ def parser(module, description):
 def start(platform_name=None):
     """Check megatron-core's version and activate the platform: the first thing a command does. Returns the Platform.
     Raises ValueError for an unsupported core and for a platform that cannot be had."""
-    from megatron_patch import platform, upstream
+    from megatron_patch import notices, platform, upstream
 
-    quieten()
+    notices.quieten()
     try:
         upstream.require_supported()
         return platform.activate(platform_name)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-
-
-def quieten():
-    """Leave out what a user can do nothing about: import-time warnings of upstream and torch, and Transformers' progress bars."""
-    import logging
-    import warnings
-
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # 'No CUDA runtime is found' where nvcc is installed
-
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def write_json(path, result):

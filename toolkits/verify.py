@@ -13,6 +13,7 @@ from toolkits import console
 
 LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
           "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+FLAGS = {"sequence_parallel": "--sp", **{field: f"--{flag}" for flag, field in LAYOUT.items()}}  # for the messages of layout.check
 
 
 def _parser():
@@ -54,7 +55,7 @@ def command(argv=None) -> int:
     experts = config.expert_model_parallel_size * config.expert_tp if config.get("num_moe_experts") else 1
     dense = config.tensor_model_parallel_size * config.context_parallel_size
     world = math.lcm(dense, experts) * config.pipeline_model_parallel_size
-    layout.check(config, world)
+    layout.check(config, world, flags=FLAGS)
     if "RANK" not in os.environ:
         from megatron_patch.launch import run_module
 

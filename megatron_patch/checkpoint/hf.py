@@ -107,10 +107,9 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     writer, failed = None, None
     try:
         writer = HfWriter(out, hf_ref, config, kind, max_shard_size=max_shard_size, force=force) if rank == 0 else None
-    except Exception as error:  # told to every rank below: nobody may wait for a rank that gave up
+    except Exception as error:
         failed = error
-    if _tell(failed):
-        raise failed or ValueError("export failed on rank 0; its message says why.")
+    parallel.share_failure(failed)  # nobody may wait for a rank that gave up
     for placement in plan(config.family, config):
         shards = _collect(placement, config, places, rank, params, found)
         if rank == 0 and failed is None:
@@ -125,15 +124,7 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
         failed = error
     if rank == 0 and failed is not None:
         writer.abort()
-    if _tell(failed):
-        raise failed or ValueError("export failed on rank 0; its message says why.")
-
-
-def _tell(error) -> bool:
-    """Whether rank 0 failed, known to all ranks."""
-    state = [error is not None]
-    dist.broadcast_object_list(state, src=0)
-    return state[0]
+    parallel.share_failure(failed)
 
 
 def _holders(placement, config, places) -> list[int]:

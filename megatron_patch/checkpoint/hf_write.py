@@ -6,7 +6,6 @@ rewritten. The folder appears under its name only when it is complete.
 
 import json
 import math
-import os
 import re
 import shutil
 import struct
@@ -126,9 +125,7 @@ class HfWriter:
 
     def _close(self):
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            output.close_durably(self._file)
             self._file = None
 
     def _shard_name(self, shard):

@@ -1,21 +1,19 @@
 """Folders that appear whole or not at all: everything is written into a hidden sibling and renamed at the end.
 
-The sibling is locked by the process that started it, until it is published or given up. The kernel drops the lock of a
-killed process, so the next one takes over what it left. Where the file system has no such locks (some network mounts)
-there is no protection against a second builder.
+The sibling is locked (folder_lock) by the process that started it, until it is published or given up; what a killed
+process left, the next one takes over.
 """
 
 import ctypes
-import fcntl
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FSYNC_FLAGS = os.O_RDONLY | os.O_DIRECTORY
+from megatron_patch.checkpoint import folder_lock
+
 LOCK_TRIES = 100
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
@@ -46,10 +44,8 @@ def start(target: Path) -> Path:
 
     Raises ValueError when another process is building ``target``.
     """
-    work, key = partial(target), _key(target)
-    if _HELD.get(key, ())[1:] == _me():
-        _release(target)  # an earlier try of this very thread, given up
-    _HELD[key] = (_lock(work), *_me())
+    work = partial(target)
+    folder_lock.hold(work)
     restore(target)
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -61,69 +57,20 @@ def start(target: Path) -> Path:
 
 def discard(target: Path) -> None:
     """Remove the work folder of ``target`` if this process holds it."""
-    if _HELD.get(_key(target), (None, None))[1] == os.getpid():
-        shutil.rmtree(partial(target), ignore_errors=True)
-        _release(target)
+    work = partial(target)
+    if folder_lock.holds(work):
+        shutil.rmtree(work, ignore_errors=True)
+        folder_lock.release(work)
 
 
-_HELD: dict[str, tuple[int, int, int]] = {}  # target -> (descriptor of its locked work folder, process, thread)
-
-
-def _key(target: Path) -> str:
-    return str(target.absolute())
-
-
-def _me() -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()
-
-
-def _lock(work: Path) -> int:
-    """A descriptor of the folder ``work``, made if it is not there, under an exclusive lock."""
-    while True:
-        try:
-            work.mkdir(parents=True, exist_ok=True)
-            fd = os.open(work, FSYNC_FLAGS | os.O_NOFOLLOW)
-        except (FileExistsError, FileNotFoundError):
-            if os.path.lexists(work) and not work.is_dir():
-                raise
-            continue  # it was published between these lines
-        if not _try_lock(fd):
-            os.close(fd)
-            raise ValueError(f"another process is writing there: {work} is in use; wait for it, or choose another output folder.")
-        if _is(fd, work):
-            return fd
-        _unlock(fd)
-
-
-def _is(fd: int, work: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(work))
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks on folders
-    return True
-
-
-def _release(target: Path) -> None:
-    fd, process, _ = _HELD.pop(_key(target), (None, None, None))
-    if process == os.getpid():
-        _unlock(fd)
-
-
-def _unlock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has a copy: closing would not be enough
-    except OSError:
-        pass
-    os.close(fd)
+def sweep(pattern: Path) -> None:
+    """Remove the work folders that killed processes left of the targets that ``pattern`` matches (root/iter_*); one that a living
+    process holds stays."""
+    for work in pattern.parent.glob(partial(pattern).name):
+        fd = folder_lock.claim(work)
+        if fd is not None:
+            shutil.rmtree(work, ignore_errors=True)
+            folder_lock.unlock(fd)
 
 
 @contextmanager
@@ -153,7 +100,7 @@ def publish(target: Path, replace: bool = False) -> None:
     elif not (target.exists() and _swap(work, target)):
         _replace(work, target)
     sync_folder(target.parent)
-    _release(target)
+    folder_lock.release(work)
 
 
 def _make_way(target: Path) -> None:
@@ -166,10 +113,10 @@ def _make_way(target: Path) -> None:
 
 def _swap(work: Path, target: Path) -> bool:
     """Exchange the two and remove the earlier ``target``, which then has the name of a work folder: locked, so nobody starts in it."""
-    fd = os.open(target, FSYNC_FLAGS)
+    fd = os.open(target, folder_lock.FOLDER)
     try:
         for _ in range(LOCK_TRIES):  # a builder that just found this folder published holds it for a moment
-            if _try_lock(fd):
+            if folder_lock.try_lock(fd):
                 break
             time.sleep(0.01)
         if not _exchange(work, target):
@@ -178,7 +125,7 @@ def _swap(work: Path, target: Path) -> bool:
         shutil.rmtree(work)
         return True
     finally:
-        _unlock(fd)
+        folder_lock.unlock(fd)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -219,13 +166,19 @@ def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        close_durably(file)
     temporary.rename(path)
 
 
+def close_durably(file) -> None:
+    """Close a file being written, when all of it is on the disk."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, FSYNC_FLAGS)
+    fd = os.open(folder, folder_lock.FOLDER)
     try:
         os.fsync(fd)
     finally:

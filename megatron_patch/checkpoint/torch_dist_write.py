@@ -164,9 +164,7 @@ class _Data:
 
     def _end(self):
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
+            output.close_durably(self.file)
             self.file = None
 
     def close(self):

@@ -45,6 +45,14 @@ def locate(root, step: int | None = None) -> Found | None:
     return _complete(iteration_folder(root, int(text)), int(text), False)
 
 
+def untracked(root) -> list[str]:
+    """Names of the checkpoints in ``root``, oldest first, when no tracker names one of them; empty where there is one, or nothing."""
+    root = Path(root)
+    if (root / TRACKER).is_file() or not root.is_dir():
+        return []
+    return sorted((path.name for path in root.glob("iter_*") if path.name[5:].isdigit() and path.is_dir()), key=lambda name: int(name[5:]))
+
+
 def find(ckpt) -> Path:
     """The folder that holds the data: ``ckpt`` itself when it is one checkpoint, else what its tracker names. Raises ValueError."""
     ckpt = Path(ckpt)

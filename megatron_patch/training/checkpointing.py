@@ -11,10 +11,9 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_patch import upstream
+from megatron_patch import parallel, upstream
 from megatron_patch.checkpoint import output
 from megatron_patch.checkpoint.tracker import iteration_folder, locate, write_tracker
 from megatron_patch.training.assemble import gather_parameters
@@ -30,11 +29,11 @@ class Saver:
     def __init__(self, settings):
         self.settings, self.root = settings, Path(settings.checkpoint.save)
         self.queue, self.last_saved = None, None
-        if dist.get_rank() == 0:
-            self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in self.root.glob(".iter_*.partial"):  # of a run that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
-        dist.barrier()
+        parallel.on_first_rank(self._prepare)
+
+    def _prepare(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        output.sweep(self.root / "iter_*")
 
     def save(self, job, progress) -> None:
         """Write the checkpoint of ``progress.iteration``; with --async-save it is complete only after a later poll() or close()."""
@@ -42,9 +41,7 @@ class Saver:
         gather_parameters(job)
         iteration = progress.iteration  # it moves on while a background save is written
         target = iteration_folder(self.root, iteration)
-        if dist.get_rank() == 0:
-            output.start(target)
-        dist.barrier()
+        parallel.on_first_rank(lambda: output.start(target))
         metadata = content_metadata(self.settings)
         try:
             request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
@@ -52,9 +49,9 @@ class Saver:
             raise OSError(f"saving {target} failed; no checkpoint was made: {one_line(error)}") from error
         self.last_saved = iteration
         if request is None:
-            self._publish(target, iteration)
+            parallel.on_first_rank(lambda: self._publish(target, iteration))
         else:
-            request.add_finalize_fn(lambda: self._publish(target, iteration))
+            request.add_finalize_fn(lambda: parallel.on_first_rank(lambda: self._publish(target, iteration)))
             self._calls().schedule_async_request(request)
 
     def poll(self) -> None:
@@ -75,14 +72,12 @@ class Saver:
         return self.queue
 
     def _publish(self, target: Path, iteration: int) -> None:
-        """The data is complete on all ranks (core's last step is a barrier): make it visible, then point the tracker at it."""
-        if dist.get_rank() == 0:
-            add_common_file(output.partial(target))
-            previous = self._previous(iteration)
-            output.publish(target, replace=True)
-            write_tracker(self.root, iteration)
-            self._prune(previous)
-        dist.barrier()
+        """On rank 0: the data is complete on all ranks (core's last step is a barrier), so show it and point the tracker at it."""
+        add_common_file(output.partial(target))
+        previous = self._previous(iteration)
+        output.publish(target, replace=True)
+        write_tracker(self.root, iteration)
+        self._prune(previous)
 
     def _previous(self, iteration: int):
         """The checkpoint that the tracker names now; None without one, and when it is the one being replaced."""

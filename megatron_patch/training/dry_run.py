@@ -11,6 +11,7 @@ from megatron_patch.training.footprint import StageSize, stage_sizes, uncounted
 from megatron_patch.training.length import Length, check_layout, run_length
 from megatron_patch.training.model_source import is_half, layout_sizes, model_config, optimizer_config, with_checkpoint_args
 from megatron_patch.training.report import check_tensorboard
+from megatron_patch.training.resume import check_common, read_common
 from megatron_patch.training.schedule import schedule_steps
 
 
@@ -21,8 +22,9 @@ def dry_run(settings) -> int:
     """
     world = settings.run.world_size
     found = find(settings)
+    common = read_common(found) if found else {}
     if settings.checkpoint.use_checkpoint_args and found:
-        settings = with_checkpoint_args(settings, _saved_args(found))
+        settings = with_checkpoint_args(settings, common["args"])
     config = model_config(settings, _vocabulary(settings))
     layout.check(config, world, settings.data.seq_length)
     sizes = layout_sizes(config, world)
@@ -35,6 +37,8 @@ def dry_run(settings) -> int:
         schedule_steps(settings.schedule, length)
     check_export(settings, config)
     check_tensorboard(settings)
+    if found:
+        check_common(found, common, settings, config)
     sources = [*_source(settings, config, found), *_data(settings, config), *_outputs(settings)]
     stages = _stages(settings, config, world)
     print("\n".join([_headline(config, world, sizes), _lengths(length), *table(stages), *sources]), flush=True)
@@ -42,13 +46,6 @@ def dry_run(settings) -> int:
         print(f"note: the parameters of {name} are not counted")
     print("dry run: ok", flush=True)
     return 0
-
-
-def _saved_args(found):
-    """The args of a checkpoint, read without a process group."""
-    from megatron_patch.training.resume import read_common
-
-    return read_common(found)["args"]
 
 
 def _vocabulary(settings) -> int | None:

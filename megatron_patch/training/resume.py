@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch.checkpoint.hf import bare
 from megatron_patch.checkpoint.megatron import model_state, with_group
@@ -33,9 +34,14 @@ def read_common(found: Found) -> dict:
     from megatron.core import dist_checkpointing
 
     try:
-        return dist_checkpointing.load_common_state_dict(str(found.path))
-    except Exception as error:
-        raise ValueError(f"checkpoint {found.path} cannot be read: {one_line(error)}") from error
+        common = dist_checkpointing.load_common_state_dict(str(found.path))
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        path = found.path / "common.pt"
+        why = f"common.pt: {one_line(error)}" if path.is_file() else "it has no common.pt"
+        raise ValueError(f"checkpoint {found.path} cannot be read: {why}; copy the whole folder again from where it was saved.") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"checkpoint {found.path} cannot be read: its common part is a {type(common).__name__}, expected a dict.")
+    return common
 
 
 def one_line(error) -> str:
@@ -57,7 +63,7 @@ class Parts:
 def choose(found: Found, common: dict, settings, config) -> Parts:
     """Optimizer, random state and position, by what is there, what the flags say and whether the layout is the same."""
     args, wanted = common.get("args"), settings.checkpoint
-    resumes = not found.release and not wanted.finetune
+    resumes = _resumes(found, settings)
     same = all(getattr(args, name, 1) == config.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"))
     if resumes and not same and not wanted.no_load_rng and dist.get_rank() == 0:
         LOG.warning("the checkpoint has another TP or PP size: its random state is not used")
@@ -66,13 +72,26 @@ def choose(found: Found, common: dict, settings, config) -> Parts:
                  rng=resumes and same and not wanted.no_load_rng and not getattr(args, "no_save_rng", False), position=resumes)
 
 
+def _resumes(found: Found, settings) -> bool:
+    return not found.release and not settings.checkpoint.finetune
+
+
+def check_common(found: Found, common: dict, settings, config) -> None:
+    """Raise ValueError for what the common part alone tells: a checkpoint of another model, or none that says where to go on."""
+    wrong = differences(common["args"], config) if common.get("args") is not None else []
+    if wrong:
+        raise ValueError(f"checkpoint {found.path} is of another model: {'; '.join(wrong)} (or in the flags).")
+    if _resumes(found, settings):
+        _progress(common, found)
+
+
 def load(job, found: Found, common: dict) -> Progress:
     """Fill ``job`` from ``found`` and return where the run goes on. Collective.
 
     Raises ValueError, naming the checkpoint, when it does not fit the model or its optimizer state cannot be used.
     """
     settings = job.settings
-    _check_model(job, found, common)
+    check_common(found, common, settings, job.config)  # before its tensors fail to fit
     parts = choose(found, common, settings, job.config)
     state, metadata = _template(job, found, common, parts)
     loaded = _read(state, found, settings)
@@ -89,13 +108,6 @@ def load(job, found: Found, common: dict) -> Progress:
     if not parts.optimizer and job.scheduler is not None:
         job.scheduler.step(increment=progress.iteration * job.length.global_batch)
     return progress
-
-
-def _check_model(job, found: Found, common: dict) -> None:
-    """Refuse a checkpoint of another model by its own arguments, before its tensors fail to fit."""
-    wrong = differences(common["args"], job.config) if common.get("args") is not None else []
-    if wrong:
-        raise ValueError(f"checkpoint {found.path} is of another model: {'; '.join(wrong)} (or in the flags).")
 
 
 def _template(job, found: Found, common: dict, parts: Parts) -> tuple[dict[str, Any], dict]:
@@ -135,7 +147,6 @@ def _read(state, found: Found, settings):
     from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
     from megatron.core.dist_checkpointing.validation import StrictHandling
-    from torch.distributed.checkpoint.api import CheckpointException
 
     strategy = get_default_load_sharded_strategy(str(found.path))
     if settings.checkpoint.ckpt_fully_parallel_load:

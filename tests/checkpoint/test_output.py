@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from megatron_patch.checkpoint import convert, output
+from megatron_patch.checkpoint import convert, folder_lock, output
 from tests.checkpoint import small
 from tests.checkpoint.test_others import same_checkpoint
 
@@ -42,6 +42,26 @@ def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"] and not (tmp_path / "m" / "half").exists()
 
 
+def test_sweeping_removes_what_the_dead_left_and_nothing_else(tmp_path):
+    """Work folders of killed processes go; one that a living process fills, a published folder and another name stay. Mutant: the lock
+    not asked."""
+    target = tmp_path / "iter_0000002"
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(target)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"ready\n"
+        for name in (".iter_0000001.partial", "iter_0000001", ".other.partial"):
+            (tmp_path / name).mkdir()
+        output.sweep(tmp_path / "iter_*")
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".iter_0000002.partial", ".other.partial", "iter_0000001"]
+        assert (output.partial(target) / "half").exists()
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait(timeout=20)
+        other.stdout.close()
+    output.sweep(tmp_path / "iter_*")
+    assert not output.partial(target).exists() and (tmp_path / "iter_0000001").exists()
+
+
 def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path):
     """The lock holds between threads too; the thread that gave up a build may start it again; publishing ends it."""
     refused, target = [], tmp_path / "t"
@@ -62,7 +82,7 @@ def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path):
     (output.start(target) / "newer").write_text("x")
     output.publish(target, replace=True)
     assert [p.name for p in target.iterdir()] == ["newer"] and [p.name for p in tmp_path.iterdir()] == ["t"]
-    assert not output._HELD
+    assert not folder_lock._HELD
 
 
 def test_what_appeared_meanwhile_is_kept(tmp_path):

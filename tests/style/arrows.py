@@ -6,7 +6,8 @@ import ast
 # one. A unit covers its submodules; the longest matching name counts.
 LEVELS = (
     ("megatron_patch",),
-    ("megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch"),
+    ("megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch",
+     "megatron_patch.notices"),
     ("megatron_patch.slots",),
     ("megatron_patch.family",),
     ("megatron_patch.registry", "model_zoo"),

@@ -105,6 +105,37 @@ def test_dry_run(models, data, capsys):
         assert words in error and error.count("\n") == 1, (change, error)
 
 
+def test_dry_run_reads_the_checkpoint(models, data, tmp_path, capsys):
+    """--load in a dry run: what a real run would say of the common part, in one line: another model, another hidden size, damaged, or
+    not there. Mutants: the common part not read, or not compared."""
+    from megatron_patch import pretrain
+    from megatron_patch.checkpoint.convert import hf_to_megatron
+    from tests.families import tiny
+
+    hf_to_megatron(models["llama"], tmp_path / "ck")
+    tiny.save("llama", tmp_path / "wide", hidden_size=128)
+    flags = ["--platform", "cpu", "--dry-run", "--data-path", data, "--seq-length", "32", "--micro-batch-size", "1", "--train-iters", "3",
+             "--lr", "1e-3", "--load", str(tmp_path / "ck")]
+    release = tmp_path / "ck" / "release"
+
+    def error(model):
+        assert run_main(pretrain, [*flags, "--hf-model", str(model)]) == 1
+        found = capsys.readouterr().err
+        assert str(release) in found and found.count("\n") == 1
+        return found
+
+    assert run_main(pretrain, [*flags, "--hf-model", models["llama"]]) == 0
+    assert f"weights from checkpoint {release}" in capsys.readouterr().out
+    assert "hidden_size is 64 in the checkpoint, 128" in error(tmp_path / "wide")
+    assert "kv_channels is 16 in the checkpoint, 32" in error(models["qwen3"])
+    whole = (release / "common.pt").read_bytes()
+    (release / "common.pt").write_bytes(whole[:100])
+    assert "cannot be read: common.pt" in error(models["llama"])
+    for file in ("common.pt", "__objects_0.distcp"):  # newer cores look into the second when the first is missing
+        (release / file).unlink()
+    assert "no common.pt; copy the whole folder" in error(models["llama"])
+
+
 def run_main(pretrain, argv) -> int:
     with pytest.raises(SystemExit) as end:
         pretrain.main(argv)
@@ -165,6 +196,29 @@ def test_foreign_metadata_is_not_unpickled(tmp_path):
                 load()
             assert str(folder / ".metadata") in str(error.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_checkpoints_without_a_tracker_are_not_passed_over(tmp_path):
+    """--load and --save on a folder with iter_* and no tracker: an error in one line with what is there and the file to write; a folder
+    that is empty, missing, or holds other things is a first start. Mutant: the check left out."""
+    from megatron_patch.training.checkpoint_folder import find
+
+    def look(folder):
+        return find(settings("--load", str(folder), "--save", str(folder), "--save-interval", "2"))
+
+    assert look(tmp_path) is None and look(tmp_path / "missing") is None
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / ".iter_0000008.partial").mkdir()
+    (tmp_path / "iter_0000006").touch()
+    assert look(tmp_path) is None
+    for iteration in (2, 10, 4):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    words = r"iter_0000002, iter_0000004, iter_0000010, but no latest.*number \(10 for iter_0000010\)"
+    with pytest.raises(ValueError, match=words) as error:
+        look(tmp_path)
+    assert str(tmp_path / "latest_checkpointed_iteration.txt") in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="iter_0000004 has no metadata.json"):
+        find(settings("--load", str(tmp_path), "--ckpt-step", "4"))
 
 
 def test_an_export_may_not_replace_its_source(tmp_path):

@@ -44,7 +44,7 @@ def test_virtual_stages_interleave():
     ({"num_layers": 30, PP: 4}, r"30 layers.*PP 4.*\[7, 8, 8, 7\]"),
     ({PP: 2, FIRST: 1, LAST: 3}, r"8 layers minus first 1 and last 3 leave 4"),
     ({"num_layers": 10, PP: 2, VPP: 2}, r"5 layers, not divisible by 2 virtual stages"),
-    ({VPP: 2}, r"virtual pipeline size 2 needs pipeline-model-parallel-size > 1"),
+    ({VPP: 2}, r"virtual pipeline size 2 needs --pipeline-model-parallel-size > 1"),
     ({PP: 2, "pipeline_model_parallel_layout": "Ett|tL"}, r"3 decoder layers, the model has 8"),
     ({TP: 3}, r"num_attention_heads 4 is not divisible by TP 3; TP can be \[1, 2\]"),
     ({"num_attention_heads": 12, "num_query_groups": 3, TP: 2}, r"num_query_groups 3 vs TP 2"),
@@ -53,7 +53,7 @@ def test_virtual_stages_interleave():
     ({EP: 2}, r"expert-model-parallel-size 2 needs a mixture-of-experts model"),
     ({EP: 3, "num_moe_experts": 4}, r"num_moe_experts 4 is not divisible by EP 3; EP can be \[1, 2\]"),
     ({"num_moe_experts": 4, "moe_ffn_hidden_size": 30, ETP: 4}, r"moe_ffn_hidden_size 30 is not divisible by expert TP 4"),
-    ({"sequence_parallel": True}, r"sequence-parallel needs tensor-model-parallel-size > 1"),
+    ({"sequence_parallel": True}, r"--sequence-parallel needs --tensor-model-parallel-size > 1"),
     ({TP: 0}, r"TP must be a positive integer, found 0")])
 def test_mistakes(fields, message):
     """Cases B64, B66, B69, B158: found, expected, what to do."""
