@@ -89,13 +89,14 @@ def reason(error: Exception) -> str:
 
 def load_weights_only(file, what: str):
     """torch.load(weights_only) of ``file`` with unknown classes as :class:`Inert`. Raises ValueError naming ``what``."""
-    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+    from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
     try:
         unknown = [name for name in get_unsafe_globals_in_checkpoint(file) if name != "argparse.Namespace"]
         if hasattr(file, "seek"):
             file.seek(0)
-        with safe_globals([Namespace, *[(_stand_in(name), name) for name in unknown]]):
+        mine = [] if Namespace in get_safe_globals() else [Namespace]  # at its end safe_globals takes out what core has put in, too
+        with safe_globals([*mine, *[(_stand_in(name), name) for name in unknown]]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{what} cannot be read ({reason(error)}); copy it again, or load "

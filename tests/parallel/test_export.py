@@ -20,6 +20,7 @@ def test_dense(zoo, tmp_path, world, layouts):
     check(run_ranks(world, TARGET, {k: zoo[k] for k in ("llama_tied", "llama_bias", "qwen3")}, layouts, str(tmp_path), timeout=600)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_experts(zoo, tmp_path):
     """Each expert comes back as itself from EP2, expert-TP 2 and TP2+EP2 (B02, B31), the shared expert's gate too (B131)."""

@@ -30,6 +30,7 @@ def test_mla_under_tensor_parallelism(one_rank):
     assert not far(one_rank, found, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_multi_token_prediction_and_experts(one_rank):
     """MTP at TP2+SP, PP2, PP2 with virtual stages; MLA + sigmoid experts + MTP at EP2 and PP2."""

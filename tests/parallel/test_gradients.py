@@ -27,6 +27,7 @@ def test_two_ranks(zoo, tmp_path):
     check(run_ranks(2, TARGET, cases, ["tp2", "tp2sp", "pp2", "pp2vpp2", "cp2"], str(tmp_path), timeout=600)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_experts_on_two_ranks(zoo, tmp_path):
     """EP2, expert-TP 2 and TP2+EP2: router, every expert and Qwen2-MoE's shared-expert gate, which under TP2+SP is equal on both ranks
@@ -37,6 +38,7 @@ def test_experts_on_two_ranks(zoo, tmp_path):
     assert [len(found[f"qwen2_moe/{layout}"][4]) for layout in ("ep2", "etp2", "tp2ep2")] == [3, 3, 3]  # one of 4 layers is dense
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fewer_groups_than_ranks(zoo, tmp_path):
     """TP4 with 2 key/value heads: each head is shared by two ranks and its gradient is the sum of both."""

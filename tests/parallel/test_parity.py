@@ -71,6 +71,7 @@ def test_sequential_equals_grouped_experts(on_two_ranks):
         assert "moe_grouped_gemm needs layer_impl 'te'" in rank["refusal"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks(zoo):
     """TP2+PP2 with and without SP, and TP4 with 2 key/value heads, on 4 ranks, every case."""

@@ -1,9 +1,12 @@
 """Parity at 1e-4 means something: changing any one tensor, rope parameter or eps moves the logits by at least 1e-2."""
 
+import pytest
+
 from tests.families.tiny import CASES
 from tests.groups import run_ranks
 
 
+@pytest.mark.slow
 def test_every_change_shows(zoo):
     """Every case, every tensor part, every rope number, eps; Qwen2-MoE's shared-expert gates among them (B131)."""
     moved = run_ranks(1, "tests.parallel.parity:sensitivity", zoo)[0]

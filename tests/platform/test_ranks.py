@@ -42,23 +42,27 @@ def same(log, reference, bound=1e-5):
     assert log["norm"] == pytest.approx(reference["norm"], rel=10 * bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2", "pp2 uneven", "pp2 vpp2"])
 def test_dense_layouts_agree(ran, name):
     """The same weights and batches give the losses and grad norms of data parallelism in every layout."""
     same(ran[0]["cases"][name], ran[0]["cases"]["dp2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("moe ")][1:])
 def test_expert_layouts_agree(ran, name):
     """Expert parallelism, both dispatchers, and expert tensor parallelism give what one copy of all experts gives."""
     same(ran[0]["cases"][name], ran[0]["cases"]["moe dp2"])
 
 
+@pytest.mark.slow
 def test_default_p2p_with_virtual_stages_is_wrong(ran):
     """The trap is still there: without our settings the loss departs and nothing complains. When this fails, upstream mended it."""
     assert abs(ran[0]["cases"]["pp2 vpp2 default p2p"]["loss"][0] - ran[0]["cases"]["dp2"]["loss"][0]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if "recompute" in name])
 def test_recompute_draws_the_same_dropout(ran, name):
     """Recomputed activations use the dropout masks of the first pass: losses and norms are equal, bit by bit."""
@@ -67,11 +71,13 @@ def test_recompute_draws_the_same_dropout(ran, name):
     assert log["dropout"]["loss"] != log["tp2"]["loss"]
 
 
+@pytest.mark.slow
 def test_bf16(ran):
     """bf16 follows fp32 within its precision."""
     assert ran[0]["cases"]["bf16 pp2"]["loss"] == pytest.approx(ran[0]["cases"]["dp2"]["loss"], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_fp16_loss_scale(ran):
     """Too high a loss scale skips steps, halving the scale each time, then training goes on at the scale it found."""
     log = ran[0]["cases"]["fp16 tp2"]
@@ -83,6 +89,7 @@ def test_fp16_loss_scale(ran):
     assert log["loss"][first + 1] < log["loss"][0] - 0.3
 
 
+@pytest.mark.slow
 def test_generators(ran):
     """Outside fork() all TP ranks draw the seed's numbers; inside, each its own, by upstream's seed; fork() leaves no trace."""
     first, second = (rank["generators"] for rank in ran)
@@ -94,6 +101,7 @@ def test_generators(ran):
     assert first["inside"] != second["inside"]
 
 
+@pytest.mark.slow
 def test_code_written_for_cuda(ran):
     """Device counts, set_device, streams, events and NCCL groups answer; NCCL is gloo, with one notice from rank 0."""
     for rank, got in enumerate(result["cuda_code"] for result in ran):
@@ -103,6 +111,7 @@ def test_code_written_for_cuda(ran):
     assert "gloo" in ran[0]["cuda_code"]["heard"][0]
 
 
+@pytest.mark.slow
 def test_fp32_accumulation_switch_is_reset(ran):
     """A model built without reduce_scatter_with_fp32_accumulation does not inherit it from one built before."""
     fp32 = "reduce_scatter_with_fp32_accumulation"

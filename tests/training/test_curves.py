@@ -13,6 +13,7 @@ def far(found, expected, bound, relative=False):
     return [(step, value) for step, value in enumerate(differences) if not value <= bound]
 
 
+@pytest.mark.slow
 @pytest.mark.layered
 @pytest.mark.timeout(300)
 def test_curve_equals_hf(models, data):

@@ -19,6 +19,7 @@ def kills(models, data, folder, moments, *more):
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_some_moments(models, data, tmp_path):
     """SIGKILL at 4 moments of a save (B83). Mutant: the tracker written before the data."""

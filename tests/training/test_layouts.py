@@ -131,6 +131,7 @@ def whole_distance(expected, got):
     return (apart / sum(value.double().square().sum() for value in theirs.values())).sqrt().item()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_ranks(two, one):
     """TP2, SP, PP2, VPP2, CP2, DP2 (plain, distributed, overlapped), EP2, ETP2, tied copies; weights equal over their replicas
@@ -156,6 +157,7 @@ def test_step_on_one_rank(first, expected, gradients):
     compare_steps([first], STEPS[1], expected, gradients)
 
 
+@pytest.mark.slow
 def test_step_on_two_ranks(two, first, expected, gradients):
     """44 and 64 tokens that count on two data-parallel ranks: the reported loss and the gradient are the global token mean (B113);
     with EP2 and with a tied embedding over PP2 the reported norm is that of the whole gradient in one process (B124). Mutants: means of
@@ -173,6 +175,7 @@ def test_step_on_four_ranks(four, first, expected, gradients):
         assert whole_distance(gradients / one, gradients / other) <= 1e-6
 
 
+@pytest.mark.slow
 def test_forward_waits_for_gathered_weights(two):
     """With --overlap-param-gather losses are those without; gathers that put their result into the weights only when waited for
     change nothing, and ones that never do are seen (B122). Mutant: the wait before a forward left out."""
@@ -183,6 +186,7 @@ def test_forward_waits_for_gathered_weights(two):
         assert found["never"][0] == found["late"][0] and abs(found["never"][-1] - found["late"][-1]) > 1e-4
 
 
+@pytest.mark.slow
 def test_reduction_overlaps_with_backward(two):
     """With --overlap-grad-reduce all groups of buckets but the last few start their reduction inside the backward pass of the last
     micro-batch, each once; without it the reduction comes after it (B124). Mutant: no hook on the gradients."""

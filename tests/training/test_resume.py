@@ -32,6 +32,7 @@ def test_one_rank(models, data, tmp_path):
     assert len(found) == 3 + len(OTHER_OPTIMIZERS) and all(found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_ranks(models, data, tmp_path):
     """The same on TP2, PP2VPP2, DP2 and EP2, every layout and every dtype once (B74, B77)."""
@@ -48,6 +49,7 @@ def test_two_ranks_every_dtype(models, data, tmp_path):
     assert all(len(found) == len(pairs) and all(found.values()) for found in results), results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_other_layouts(models, data, tmp_path):
     """PP2 -> TP2, DP2 and EP2 with the optimizer, many buckets and one (B73, B80): the losses after the resume within 1e-5 of the
