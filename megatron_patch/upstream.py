@@ -135,6 +135,13 @@ TRAPS = (
         "tests/unit/test_optim_adam.py, tests/upstream",
     ),
     Trap(
+        "gradient norm of large tensors",
+        "optimizer/clip_grads.py, utils.py local_multi_tensor_l2_norm",
+        "torch.norm on one CPU thread adds up in fp32: 0.07 to 0.7 % off for 16 to 20 million elements, and so is the clip",
+        "on platform cpu, chunks of the gradients are added up in fp64",
+        "tests/platform/test_cpu.py",
+    ),
+    Trap(
         "torch.compile at import",
         "jit.py, transformer/moe/router.py",
         "the first fused function costs 34 s on CPU",

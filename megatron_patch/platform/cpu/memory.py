@@ -9,7 +9,7 @@ NEVER = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Have malloc keep what is freed for the next allocation, for the rest of this process; whether it could be asked.
 
-    A training step frees what the next one allocates again, several hundred MB: measured 1.69 s a step instead of 1.87 on the
+    A training step frees what the next one allocates again, several hundred MB: measured 1.45 s a step instead of 1.60 on the
     56M llama of benchmarks/train_vs_hf.py. The memory that a process holds then never shrinks. False without glibc.
     """
     try:
