@@ -5,6 +5,7 @@ process left, the next one takes over.
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import time
@@ -81,10 +82,12 @@ def building(target: Path) -> Iterator[Path]:
     try:
         yield work
         publish(target)
-    except BaseException:
+    except BaseException as error:
         discard(target)
         if created and target.parent.is_dir() and not any(target.parent.iterdir()):
             target.parent.rmdir()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
+            error.filename = str(target)  # the system does not say where
         raise
 
 

@@ -19,6 +19,7 @@ from megatron_patch.checkpoint.tracker import iteration_folder, locate, write_tr
 from megatron_patch.training.assemble import gather_parameters
 from megatron_patch.training.checkpoint_state import content_metadata, full_state
 from megatron_patch.training.resume import one_line
+from megatron_patch.training.stop import spare_children
 
 LOG = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ class Saver:
 
     def save(self, job, progress) -> None:
         """Write the checkpoint of ``progress.iteration``; with --async-save it is complete only after a later poll() or close()."""
+        with spare_children(self.settings.run):
+            self._save(job, progress)
+
+    def _save(self, job, progress) -> None:
         self.close()
         gather_parameters(job)
         iteration = progress.iteration  # it moves on while a background save is written

@@ -1,10 +1,13 @@
 """What rank 0 shows: a live progress line on a terminal, plain lines elsewhere, TensorBoard, a loss curve at the end."""
 
+import logging
 import sys
 import time
 from pathlib import Path
 
 from megatron_patch.training.metrics import Metrics, metrics_path, read
+
+LOG = logging.getLogger(__name__)
 
 
 class Report:
@@ -141,6 +144,11 @@ def draw_curve(path: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = target.with_name(target.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
-    temporary.replace(target)
+    try:
+        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
+        temporary.replace(target)
+    except OSError as error:  # a full disk, most likely: no reason to lose what the run has to say
+        temporary.unlink(missing_ok=True)
+        LOG.warning("no loss curve: %s: %s", target, error.strerror)
+        return None
     return target

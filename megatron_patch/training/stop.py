@@ -1,7 +1,9 @@
 """When a run ends before its last iteration: a signal, an iteration count, a time limit. All ranks decide alike."""
 
+import contextlib
 import signal
 import time
+from multiprocessing import resource_tracker
 
 
 class Stop:
@@ -30,3 +32,21 @@ class Stop:
         if self._before is not None:
             signal.signal(*self._before)
             self._before = None
+
+
+@contextlib.contextmanager
+def spare_children(run):
+    """Processes started inside the block never get the exit signal that this run catches; it reaches this one after the block.
+
+    torchrun, a terminal and SLURM signal whole process groups, and core's saving works with a process that it starts at its first
+    save and needs for every later one (dist_checkpointing/strategies/filesystem_async.py).
+    """
+    if not run.exit_signal_handler:
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it, which multiprocessing does when it needs it, would unblock SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {run.exit_signal})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

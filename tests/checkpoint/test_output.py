@@ -1,5 +1,6 @@
 """Where a conversion writes: one builder at a time, links stay, and no folder that is in use or read is touched."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -130,3 +131,10 @@ def test_nothing_is_written_inside_what_is_read(made):
         with pytest.raises(ValueError, match=rf"lies inside .*\({option}\)"):
             work()
     assert before == (sorted(folder.iterdir()), sorted(ckpt.iterdir()))
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """An error of the system that names no file is given the folder that was being built; nothing of it stays."""
+    with pytest.raises(OSError, match=r"No space left on device: '.*/made'"), output.building(tmp_path / "made"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []

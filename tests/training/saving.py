@@ -25,7 +25,7 @@ def refusals(folder: str, held: int) -> dict:
 
 
 def _settings(root: Path):
-    return SimpleNamespace(checkpoint=SimpleNamespace(save=str(root)))
+    return SimpleNamespace(checkpoint=SimpleNamespace(save=str(root)), run=SimpleNamespace(exit_signal_handler=False))
 
 
 def _told(work) -> list:

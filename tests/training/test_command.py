@@ -24,7 +24,8 @@ def command(model, data, out, *flags):
 
 def start(arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            start_new_session=True)  # fmt: skip
 
 
 def finish(process, seconds=200):
@@ -63,6 +64,28 @@ def test_signal_then_resume(models, data, tmp_path):
     assert (tmp_path / "ck" / "loss_curve.png").read_bytes()[:4] == b"\x89PNG" if has("matplotlib") else True
     assert list((tmp_path / "tb").glob("events*"))
     assert_loads(tmp_path / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["sync", "async"])
+def test_signal_to_the_whole_group_after_a_save(models, data, tmp_path, mode):
+    """SIGTERM to every process of the group, as torchrun, a terminal and SLURM send it, when core's saving has started processes of
+    its own: the checkpoint of the iteration it stopped after is made all the same. Mutant: those processes not spared."""
+    flags = ["--train-iters", "4000", "--exit-signal-handler", "--save-interval", "7", *mode]
+    process = start(command(models["llama"], data, tmp_path, *flags))
+    tracker = tmp_path / "ck" / "latest_checkpointed_iteration.txt"
+    try:
+        deadline = time.monotonic() + 200
+        while not tracker.exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        code, out, err = finish(process)
+    finally:
+        process.kill()
+    assert code == 0, err[-2000:]
+    assert f"stopping after iteration {tracker.read_text().strip()}" in out
+    assert not list((tmp_path / "ck").glob(".iter_*"))
 
 
 def has(package) -> bool:
