@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ class Child:
     def wait(self) -> int:
         """Its exit code, once it has ended."""
         while self.poll() is None:
-            pass
+            time.sleep(0.005)
         return self.returncode
 
     def send_signal(self, number: int) -> None:

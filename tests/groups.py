@@ -5,6 +5,7 @@
 The function takes JSON arguments, finds torch.distributed initialised, and returns something JSON can hold. Start one group and
 run many cases in it: what it imports beyond tests/forkserver.py, each rank imports."""
 
+import contextlib
 import json
 import os
 import signal
@@ -80,10 +81,9 @@ def _report(ranks, folder, target):
 
 def _kill(process):
     """End the rank and all it started (its own session, so nothing else)."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    process.send_signal(signal.SIGKILL)  # it may not have come to its own session yet
     process.wait()
 
 

@@ -53,9 +53,7 @@ class Window:
         self.turn = 1 - self.turn
 
     def reduce_scatter(self, output_N, input_RN) -> None:
-        """output = the sum over ranks of their input[this rank]; it may be input[this rank] itself. Own part first, then by rank."""
-        if output_N.data_ptr() != input_RN[self.rank].data_ptr():
-            output_N.copy_(input_RN[self.rank])
+        """output, which holds input[this rank], += the input[this rank] of the others, by rank; it may be that part itself."""
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         step = SLOT_BYTES // output_N.element_size() // self.ranks
         for start in range(0, output_N.numel(), step):
@@ -69,9 +67,7 @@ class Window:
             self.next()
 
     def all_gather(self, output_RN, input_N) -> None:
-        """output[r] = the input of rank r; the input may be output[this rank] itself."""
-        if input_N.data_ptr() != output_RN[self.rank].data_ptr():
-            output_RN[self.rank].copy_(input_N)
+        """output[r] = the input of every other rank r; the own input is in output[this rank], and may be that part itself."""
         step = SLOT_BYTES // input_N.element_size()
         for start in range(0, input_N.numel(), step):
             part = slice(start, min(start + step, input_N.numel()))
@@ -101,8 +97,6 @@ class OpenWindow(Window):
         return self.board[: self.ranks].tolist()
 
     def reduce_scatter(self, output_N, input_RN) -> None:
-        if output_N.data_ptr() != input_RN[self.rank].data_ptr():
-            output_N.copy_(input_RN[self.rank])
         size, addresses = output_N.element_size(), self.addresses(input_RN)
         sight = torch.empty(SIGHT_BYTES // size, dtype=output_N.dtype)
         for start in range(0, output_N.numel(), len(sight)):
@@ -113,8 +107,6 @@ class OpenWindow(Window):
         self.wait()
 
     def all_gather(self, output_RN, input_N) -> None:
-        if input_N.data_ptr() != output_RN[self.rank].data_ptr():
-            output_RN[self.rank].copy_(input_N)
         addresses = self.addresses(input_N)
         for rank, pid in self.others:
             peers.read(pid, addresses[rank], output_RN[rank])
@@ -217,7 +209,9 @@ def _reduce_scatter(original):
         if not _applies(input, output, op, chosen) or (shared := window(chosen)) is None:
             return original(output, input, op, group, async_op)
         with torch.no_grad():
-            shared.reduce_scatter(output.view(-1), input.view(shared.ranks, -1))
+            input_RN, output_N = input.view(shared.ranks, -1), output.view(-1)
+            _copy(input_RN[shared.rank], output_N)
+            shared.reduce_scatter(output_N, input_RN)
         return Done() if async_op else None
 
     return reduce_scatter_tensor
@@ -230,10 +224,17 @@ def _all_gather(original):
         if not _applies(output_tensor, input_tensor, dist.ReduceOp.SUM, chosen) or (shared := window(chosen)) is None:
             return original(output_tensor, input_tensor, group, async_op)
         with torch.no_grad():
-            shared.all_gather(output_tensor.view(shared.ranks, -1), input_tensor.view(-1))
+            output_RN, input_N = output_tensor.view(shared.ranks, -1), input_tensor.view(-1)
+            _copy(input_N, output_RN[shared.rank])
+            shared.all_gather(output_RN, input_N)
         return Done() if async_op else None
 
     return all_gather_into_tensor
+
+
+def _copy(source_N, target_N) -> None:
+    if source_N.data_ptr() != target_N.data_ptr():
+        target_N.copy_(source_N)
 
 
 def _group(group):
