@@ -5,6 +5,7 @@ main_grad afterwards. The product of linear layers is in platform/cpu/core.py, W
 """
 
 from megatron_patch import platform
+from megatron_patch.platform.cpu.core import WeightGradients
 
 
 def accumulate_in_place(chunks) -> int:
@@ -12,11 +13,17 @@ def accumulate_in_place(chunks) -> int:
 
     The output layer's gradient is in place where the chunked loss makes it, and returned where upstream's does. Call it before the
     first backward pass: a layer must not change path within an iteration (upstream's grad_added_to_main_grad holds until gradients
-    are zeroed).
+    are zeroed). A chunk of our own DDP (optim/folding.py) no longer zeroes what these layers can overwrite.
     """
     if platform.current().name != "cpu":
         return 0
-    return sum(_switch(name, module, chunk) for chunk in chunks for name, module in chunk.named_modules())
+    count = 0
+    for chunk in chunks:
+        switched = [module for name, module in chunk.named_modules() if _switch(name, module, chunk)]
+        if hasattr(chunk, "leave_unzeroed"):
+            chunk.leave_unzeroed(_overwritten(chunk, switched))
+        count += len(switched)
+    return count
 
 
 def _switch(name, module, chunk) -> bool:
@@ -39,6 +46,18 @@ def _switch(name, module, chunk) -> bool:
         module.gradient_accumulation_fusion = True
         return True
     return False
+
+
+def _overwritten(chunk, switched) -> list:
+    """The parameters whose whole gradient the ``switched`` layers and the chunked loss of ``chunk`` write at once."""
+    from megatron.core.tensor_parallel import VocabParallelEmbedding, layers
+    from megatron.core.utils import unwrap_model
+
+    model = unwrap_model(chunk)
+    asks = getattr(layers, "fused_weight_gradient_mlp_cuda", None) is WeightGradients  # apex's kernel always adds
+    out = [module.weight for module in switched if asks and not isinstance(module, VocabParallelEmbedding)]
+    shard = getattr(model, "shard", None)
+    return out + ([model.output_layer.weight] if shard and shard.in_place else [])
 
 
 def _is_shared(chunk) -> bool:

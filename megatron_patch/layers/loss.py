@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_patch.main_grad import first_write
+
 CHUNK_BYTES = {"cpu": 32 << 20}  # fp32 logits of one chunk; on a CPU they should stay in the cache
 CHUNK_BYTES_ELSEWHERE = 1 << 30
 LEAST_ROWS = 128  # fewer tokens make slow matrix products
@@ -90,8 +92,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _into_main_grad(d_weight, weight_VH) -> Tensor:
-    """Add it where DDP collects gradients, and return one that is never read: DDP's hooks want a gradient to be there."""
-    d_weight.add_to(weight_VH.main_grad)
+    """Put it where DDP collects gradients, and return one that is never read: DDP's hooks want a gradient to be there."""
+    d_weight.write_to(weight_VH.main_grad, beta=0 if first_write(weight_VH.main_grad) else 1)
     weight_VH.grad_added_to_main_grad = True
     return torch.empty_like(weight_VH)
 
@@ -179,9 +181,9 @@ class _WeightGradient:
         """The gradient."""
         return self.value
 
-    def add_to(self, sums_VH) -> None:
-        """Add the gradient to ``sums``."""
-        sums_VH.add_(self.value)
+    def write_to(self, sums_VH, beta) -> None:
+        """sums = beta sums + the gradient, beta being 0 or 1."""
+        sums_VH.add_(self.value) if beta else sums_VH.copy_(self.value)
 
 
 class _Factors:
@@ -193,11 +195,14 @@ class _Factors:
         """Take the one chunk."""
         self.pair = d_logits_TV, h_TH
 
-    def add_to(self, sums_VH) -> None:
-        """Add the gradient to ``sums``; once, since it lets go of the factors."""
+    def write_to(self, sums_VH, beta) -> None:
+        """sums = beta sums + the gradient; once, since it lets go of the factors."""
         pair, self.pair = self.pair, None
-        if pair is not None:
-            _add_product(sums_VH[: pair[0].shape[1]], *pair, beta=1)
+        rows = 0 if pair is None else pair[0].shape[1]
+        if rows:
+            _add_product(sums_VH[:rows], *pair, beta=beta)
+        if not beta:
+            sums_VH[rows:].zero_()
 
 
 def _add_product(sums_VH, d_logits_TV, h_TH, beta):

@@ -6,11 +6,13 @@ not finite stops the run before any weight changes.
 Source: ChainedOptimizer.step of megatron/core/optimizer/optimizer.py, 0.16.1 and 0.19.2.
 """
 
+import functools
 import math
 
 import torch
 from megatron.core.distributed import DistributedDataParallel as UpstreamDDP
 
+from megatron_patch.main_grad import settle
 from megatron_patch.optim.adam import FusedAdam
 
 SHOWN = 5  # parameters that an error names
@@ -21,10 +23,12 @@ class NonFiniteGradients(ValueError):
 
 
 class DistributedDataParallel(UpstreamDDP):
-    """Upstream's class; with ``defers_scaling`` what scale_gradients multiplies by is left in ``pending`` for the optimizer."""
+    """Upstream's class; with ``defers_scaling`` what scale_gradients multiplies by is left in ``pending`` for the optimizer, and
+    gradients that will be overwritten are not zeroed, see leave_unzeroed."""
 
     defers_scaling = False
     pending = 1.0
+    unzeroed = ()  # main_grad of each parameter that is marked instead of zeroed
 
     def scale_gradients(self, scaling_factor) -> None:
         """Multiply all gradients by ``scaling_factor``, now or when the optimizer steps."""
@@ -34,9 +38,54 @@ class DistributedDataParallel(UpstreamDDP):
             super().scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Zero gradients; a factor that waits is dropped with them."""
+        """Zero gradients, or mark them as unwritten; a factor that waits is dropped with them."""
         self.pending = 1.0
         super().zero_grad_buffer()
+        for main_grad in self.unzeroed:
+            main_grad.unwritten = True
+
+    def leave_unzeroed(self, parameters) -> None:
+        """From now on zero_grad_buffer only marks main_grad of ``parameters``, for layers that ask main_grad.first_write. What was
+        not written is zeroed where DDP itself adds a gradient, and before gradients are reduced or read."""
+        self.unzeroed = []
+        for buffer in self.buffers + self.expert_parallel_buffers:
+            mine = [p for p in parameters if p in buffer.param_index_map]
+            if mine and not getattr(buffer, "extra_main_grads", ()):  # those lie outside the buffer
+                spans = sorted(buffer.param_index_map[p][:2] for p in mine)
+                buffer.reset = functools.partial(_zero_around, buffer.grad_data, spans)
+                self.unzeroed += [p.main_grad for p in mine]
+
+    def start_grad_sync(self, *unused) -> None:
+        """Upstream's, with all gradients in place."""
+        self._settle()
+        super().start_grad_sync(*unused)
+
+    def finish_grad_sync(self, *args, **kwargs) -> None:
+        """Upstream's, with all gradients in place."""
+        self._settle()
+        super().finish_grad_sync(*args, **kwargs)
+
+    def _make_backward_post_hook(self, param):
+        hook = super()._make_backward_post_hook(param)
+
+        def settled(*unused):
+            settle(param.main_grad)  # no layer of ours wrote it: the hook adds param.grad
+            return hook(*unused)
+
+        return settled
+
+    def _settle(self) -> None:
+        for main_grad in self.unzeroed:
+            settle(main_grad)
+
+
+def _zero_around(data, spans) -> None:
+    """Zero ``data`` [n] except the ``spans`` [(start, end)], which are in order."""
+    at = 0
+    for start, end in (*spans, (data.numel(), None)):
+        if start > at:
+            data[at:start].zero_()
+        at = end
 
 
 class Folding:

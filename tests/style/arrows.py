@@ -6,6 +6,7 @@ import ast
 # one. A unit covers its submodules; the longest matching name counts.
 LEVELS = (
     ("megatron_patch",),
+    ("megatron_patch.main_grad",),
     ("megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch",
      "megatron_patch.notices"),
     ("megatron_patch.slots",),

@@ -95,15 +95,20 @@ def test_expected_gradient_needs_one_sweep(monkeypatch):
 @pytest.mark.parametrize("tokens", [TOKENS, HIDDEN, 1], ids=["more than hidden", "as hidden", "one"])
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize("amx", [True, False])
-def test_in_place(tokens, dtype, amx, monkeypatch):
+@pytest.mark.parametrize("unwritten", [True, False])
+def test_in_place(tokens, dtype, amx, unwritten, monkeypatch):
     """With in_place the weight's gradients of several backward passes, expected ones or not, add up in main_grad, unrounded; what
-    the graph gets is marked as taken."""
+    the graph gets is marked as taken. What lies in a main_grad marked as unwritten does not count, nan neither."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     hidden, weight, labels = operands(dtype)
     hidden, labels = hidden.detach()[:tokens].requires_grad_(), labels[:tokens]
     mask = (torch.arange(tokens) % 7 != 3).float()
     start = weight.main_grad = torch.randn(PADDED, HIDDEN, generator=torch.Generator().manual_seed(9))
-    want, shard = start.double().clone(), chunked.Shard(0, REAL, in_place=True)
+    if unwritten:
+        start.unwritten = True
+    want, shard = start.double() * (not unwritten), chunked.Shard(0, REAL, in_place=True)
+    if unwritten:
+        start.fill_(float("nan"))
     for scale in (1.0, 1.0, 8.0, 8.0, 8.0):
         _, d_hidden, d_weight = run(hidden, weight, labels, mask, scale * mask, shard)
         assert weight.grad_added_to_main_grad and d_weight.shape == weight.shape

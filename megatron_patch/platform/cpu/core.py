@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from megatron_patch.main_grad import first_write
 from megatron_patch.platform.cpu.devices import only_if_missing
 from megatron_patch.platform.cpu.rope import half_rotation
 from megatron_patch.platform.ledger import SKIP, StandIn
@@ -78,15 +79,19 @@ def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
 
 
 class WeightGradients:
-    """apex's fused_weight_gradient_mlp_cuda in torch: main_grad += grad_output^T input, [out, in] from [t, out] and [t, in]."""
+    """apex's fused_weight_gradient_mlp_cuda in torch: main_grad += grad_output^T input, [out, in] from [t, out] and [t, in].
+    A main_grad marked as unwritten is overwritten."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
         """fp32 main_grad, operands of any float type: fp32 products, faster than half ones on a CPU without AMX, and unrounded."""
+        beta = 0 if first_write(main_grad) else 1  # 0: nothing that lies there, nan neither, gets into the result
         if total_input.dtype == main_grad.dtype or not torch.cpu._is_amx_tile_supported():
-            main_grad.addmm_(grad_output.to(main_grad.dtype).t(), total_input.to(main_grad.dtype))
-        else:
+            main_grad.addmm_(grad_output.to(main_grad.dtype).t(), total_input.to(main_grad.dtype), beta=beta)
+        elif beta:
             main_grad.add_(grad_output.t() @ total_input)
+        else:
+            main_grad.copy_(grad_output.t() @ total_input)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
