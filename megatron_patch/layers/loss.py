@@ -18,6 +18,7 @@ from megatron_patch.main_grad import first_write
 CHUNK_BYTES = {"cpu": 32 << 20}  # fp32 logits of one chunk; on a CPU they should stay in the cache
 CHUNK_BYTES_ELSEWHERE = 1 << 30
 LEAST_ROWS = 128  # fewer tokens make slow matrix products
+CACHE_BYTES = {"cpu": 512 << 10}  # rows of logits that go through all elementwise passes before the next ones; elsewhere all
 
 
 class Expected:
@@ -147,16 +148,29 @@ def _exponentials(h_TH, real_VH, labels_T, shard, logits_TV):
         logits_TV.copy_(h_TH @ real_VH.t())
     if not shard.rows:
         logits_TV.fill_(float("-inf"))  # nothing but padding on this rank
-    top_T = shard.reduce(logits_TV.amax(-1), dist.ReduceOp.MAX)
     column_T = labels_T - shard.first
     row = ((column_T >= 0) & (column_T < shard.rows)).nonzero().squeeze(1)
     label = (row, column_T[row])
+    label_logit = logits_TV[label]
+    top_T = logits_TV.new_empty(h_TH.shape[0])
     totals = torch.zeros(2, h_TH.shape[0], dtype=torch.float32, device=h_TH.device)
-    totals[1, row] = logits_TV[label] - top_T[row]
-    logits_TV.sub_(top_T[:, None]).exp_()
-    torch.sum(logits_TV, -1, out=totals[0])
+    if shard.group is not None:
+        torch.amax(logits_TV, -1, out=top_T)
+        shard.reduce(top_T, dist.ReduceOp.MAX)
+    for part in _row_blocks(logits_TV):
+        if shard.group is None:
+            torch.amax(logits_TV[part], -1, out=top_T[part])
+        torch.sum(logits_TV[part].sub_(top_T[part, None]).exp_(), -1, out=totals[0, part])
+    totals[1, row] = label_logit - top_T[row]
     sum_T, label_logit_T = shard.reduce(totals)
     return logits_TV, sum_T, sum_T.log() - label_logit_T, label
+
+
+def _row_blocks(logits_TV):
+    """Slices of rows that fit the cache together."""
+    count, width = logits_TV.shape
+    step = max(CACHE_BYTES.get(logits_TV.device.type, count * width * 4) // (4 * width), 1)
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def _scaled(exp_TV, scale_T1, dtype):
