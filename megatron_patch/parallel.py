@@ -103,15 +103,16 @@ def place() -> Place:
                  expert_dp=ps.get_expert_data_parallel_rank(), dp_cp=ps.get_data_parallel_rank(with_context_parallel=True))
 
 
-def on_first_rank(work: Callable[[], object]) -> None:
-    """Call ``work`` on rank 0 and wait for it on the others; what it raises stops every rank. Collective."""
-    failed = None
+def on_first_rank(work: Callable[[], object]) -> object:
+    """What ``work`` returns, called on rank 0 alone, None on the others; what it raises stops every rank. Collective."""
+    failed = made = None
     try:
         if dist.get_rank() == 0:
-            work()
+            made = work()
     except BaseException as error:  # torch's CheckpointException is no Exception
         failed = error
     share_failure(failed)
+    return made
 
 
 KINDS = {"ValueError": ValueError, "OSError": OSError, "RuntimeError": RuntimeError}

@@ -1,7 +1,8 @@
 """Train: `torchrun --nproc-per-node N -m megatron_patch.pretrain FLAGS`, or `python -m megatron_patch.pretrain FLAGS` for one process.
 
 Flags are Megatron-LM's (--help lists them), from the command line or from --config FILE. Exit code 0: the run ended, or
-stopped early as --exit-* asked; 1: an error, on one line.
+stopped early as --exit-* asked; 1: an error, on one line. A torchrun that gets a signal itself ends with 1 whatever its
+ranks say: after --exit-signal-handler look at the tracker file, which names the last checkpoint.
 """
 
 import os

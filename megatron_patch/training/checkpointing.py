@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patch import parallel, upstream
@@ -29,7 +30,7 @@ class Saver:
 
     def __init__(self, settings):
         self.settings, self.root = settings, Path(settings.checkpoint.save)
-        self.queue, self.last_saved = None, None
+        self.queue, self.last_saved, self.behind = None, None, None  # behind: what a background save makes
         parallel.on_first_rank(self._prepare)
 
     def _prepare(self) -> None:
@@ -46,28 +47,30 @@ class Saver:
         gather_parameters(job)
         iteration = progress.iteration  # it moves on while a background save is written
         target = iteration_folder(self.root, iteration)
-        parallel.on_first_rank(lambda: output.start(target))
-        metadata = content_metadata(self.settings)
-        try:
+        with _failing(target):
+            parallel.on_first_rank(lambda: output.start(target))
+            metadata = content_metadata(self.settings)
             request = _write(full_state(job, progress, metadata), output.partial(target), metadata, self.settings.checkpoint)
-        except CheckpointException as error:  # no Exception, and the same on all ranks
-            raise OSError(f"saving {target} failed; no checkpoint was made: {one_line(error)}") from error
+            if request is None:
+                self._publish(target, iteration)
         self.last_saved = iteration
-        if request is None:
-            parallel.on_first_rank(lambda: self._publish(target, iteration))
-        else:
-            request.add_finalize_fn(lambda: parallel.on_first_rank(lambda: self._publish(target, iteration)))
+        if request is not None:
+            request.add_finalize_fn(lambda: self._publish(target, iteration))
+            self.behind = target
             self._calls().schedule_async_request(request)
 
     def poll(self) -> None:
         """Publish a background save that has ended on all ranks. Costs nothing while there is none."""
-        if self.queue is not None and self.queue.get_num_unfinalized_calls():
-            self.queue.maybe_finalize_async_calls(blocking=False)
+        self._finalize(blocking=False)
 
     def close(self) -> None:
         """Wait for the background save, on every rank, and publish it."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
         if self.queue is not None and self.queue.get_num_unfinalized_calls():
-            self.queue.maybe_finalize_async_calls(blocking=True)
+            with _failing(self.behind):
+                self.queue.maybe_finalize_async_calls(blocking=blocking)
 
     def _calls(self):
         if self.queue is None:
@@ -77,7 +80,10 @@ class Saver:
         return self.queue
 
     def _publish(self, target: Path, iteration: int) -> None:
-        """On rank 0: the data is complete on all ranks (core's last step is a barrier), so show it and point the tracker at it."""
+        """The data is complete on all ranks (core's last step is a barrier), so rank 0 shows it and points the tracker at it."""
+        parallel.on_first_rank(lambda: self._show(target, iteration))
+
+    def _show(self, target: Path, iteration: int) -> None:
         add_common_file(output.partial(target))
         previous = self._previous(iteration)
         output.publish(target, replace=True)
@@ -97,6 +103,17 @@ class Saver:
         keep = self.settings.checkpoint.save_retain_interval
         if keep and previous is not None and not previous.release and previous.iteration % keep:
             shutil.rmtree(previous.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _failing(target: Path):
+    """What fails inside the block raises OSError that names ``target``, and its work folder goes, so that its disk space is free."""
+    try:
+        yield
+    except (CheckpointException, OSError) as error:  # torch's is no Exception
+        if dist.get_rank() == 0:
+            output.discard(target)
+        raise OSError(f"saving {target} failed, and the tracker names the checkpoint before it: {one_line(error)}") from error
 
 
 def _write(state: dict, folder: Path, metadata: dict, options):

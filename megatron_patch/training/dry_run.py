@@ -24,7 +24,7 @@ def dry_run(settings) -> int:
     found = find(settings)
     common = read_common(found) if found else {}
     if settings.checkpoint.use_checkpoint_args and found:
-        settings = with_checkpoint_args(settings, common["args"])
+        settings = with_checkpoint_args(settings, found, common)
     config = model_config(settings, _vocabulary(settings))
     layout.check(config, world, settings.data.seq_length)
     sizes = layout_sizes(config, world)

@@ -112,22 +112,25 @@ def with_padded_vocabulary(config: ModelConfig, padded: int | None) -> ModelConf
     return config.replace(make_vocab_size_divisible_by=padded // tp)
 
 
-def with_checkpoint_args(settings: Settings, saved: Any) -> Settings:
-    """Settings with the model settings of a checkpoint's ``args`` (--use-checkpoint-args) where the user gave none.
+def with_checkpoint_args(settings: Settings, found, common: Mapping[str, Any]) -> Settings:
+    """Settings with the model settings of a checkpoint's args (--use-checkpoint-args) where the user gave none.
 
-    Raises ValueError when a given flag contradicts the checkpoint.
+    Raises ValueError when it has no args, or a given flag contradicts them.
     """
     from megatron_patch.training.flags_core import build_options
     from megatron_patch.training.flags_merge import ARCHITECTURE
     from megatron_patch.training.settings import build_settings
 
+    saved = common.get("args")
+    if saved is None:
+        raise ValueError(f"checkpoint {found.path} has no args: leave --use-checkpoint-args out and give the flags of the model.")
     values = {**{OLD_NAMES.get(name, name): value for name, value in vars(saved).items()}, **vars(saved)}
-    found = {name: value for name, value in values.items() if name in SAVED and value is not None}
-    for name in sorted(set(found) & settings.given):
-        if name in ARCHITECTURE | {"num_experts", "swiglu"} and settings.values[name] != found[name]:
-            raise ValueError(f"--{name.replace('_', '-')} {settings.values[name]} contradicts the checkpoint, which has {found[name]}: "
+    kept = {name: value for name, value in values.items() if name in SAVED and value is not None}
+    for name in sorted(set(kept) & settings.given):
+        if name in ARCHITECTURE | {"num_experts", "swiglu"} and settings.values[name] != kept[name]:
+            raise ValueError(f"--{name.replace('_', '-')} {settings.values[name]} contradicts the checkpoint, which has {kept[name]}: "
                              "leave the flag out.")
-    taken = {name: value for name, value in found.items() if name not in settings.given and name in settings.values}
+    taken = {name: value for name, value in kept.items() if name not in settings.given and name in settings.values}
     return build_settings({**settings.values, **taken}, settings.given | set(taken), build_options(), settings.notices)
 
 

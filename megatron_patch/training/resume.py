@@ -46,7 +46,10 @@ def read_common(found: Found) -> dict:
 
 def one_line(error) -> str:
     """One line; of torch's CheckpointException, which quotes whole tracebacks, the first rank's error."""
-    error = min(error.failures.items())[1][0] if hasattr(error, "failures") else error
+    failures = getattr(error, "failures", {})  # empty where core itself raises it
+    if not failures and isinstance(error, CheckpointException):
+        return f"{error.args[0]} failed and no rank says why; is the disk full?"
+    error = min(failures.items())[1][0] if failures else error
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -31,14 +31,14 @@ def train(settings):
     found = find(settings)
     common = read_common(found) if found else {}
     if settings.checkpoint.use_checkpoint_args and found:
-        settings = with_checkpoint_args(settings, common["args"])
+        settings = with_checkpoint_args(settings, found, common)
     config, tokenizer = config_and_tokenizer(settings)
     check_export(settings, config)
     check_tensorboard(settings)
     job = assemble(settings, config, dist.get_world_size(), load_weights=found is None)
     progress = load(job, found, common) if found else Progress()
     feed = Feed(settings, tokenizer, job.length, job.at.dp, len(job.chunks))
-    report = Report(settings, progress.iteration, job.length.train_iters) if dist.get_rank() == 0 else Silent()
+    report = parallel.on_first_rank(lambda: Report(settings, progress.iteration, job.length.train_iters)) or Silent()
     _introduce(report, settings, found, progress)
     stop = Stop(settings.run)
     loop = Loop(job, feed, progress, report, Saver(settings) if settings.checkpoint.save else None, stop)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+import resource
 from pathlib import Path
 
 import torch
@@ -271,7 +272,27 @@ def checkpoint_parts(models: dict, data: str, folder: str) -> bool:
     _from_saved_args(data, root, whole)
     _faults(models, data, root)
     _background(model, data, Path(folder) / "async", whole)
+    _full_disk(model, data, Path(folder) / "full")
     return True
+
+
+def _full_disk(model, data, root) -> None:
+    """A save for which there is no room names its folder on every rank and gives back what it wrote; the last checkpoint resumes."""
+    train(model, data, train_iters=2, save=str(root), save_interval=1, exit_interval=1)
+    for more in ({}, dict(async_save=True)):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, before[1]))
+        try:
+            train(model, data, train_iters=2, save=str(root), load=str(root), save_interval=1, **more)
+            raise AssertionError("saved all the same")
+        except OSError as error:
+            assert f"saving {root}/iter_0000002 failed" in str(error), error
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier()
+        assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["iter_0000001"], list(root.iterdir())
+    lines, _ = train(model, data, train_iters=2, load=str(root))
+    assert [line["iteration"] for line in lines] == [2]
 
 
 def _partly_saved(model, data, root, whole) -> None:

@@ -215,3 +215,13 @@ def test_the_platform_is_known_before_anything_is_imported(parse, tmp_path, argv
 
     path = yaml_file(tmp_path, 'run: {platform: cpu}')
     assert requested_platform([token.replace('FILE', path) for token in argv]) == name
+
+
+def test_checkpoint_without_args(tmp_path):
+    """--use-checkpoint-args and a checkpoint that has none: its folder is named. Mutant: KeyError 'args'."""
+    from types import SimpleNamespace
+
+    from megatron_patch.training.model_source import with_checkpoint_args
+
+    with pytest.raises(ValueError, match=f"{tmp_path} has no args.*--use-checkpoint-args"):
+        with_checkpoint_args(None, SimpleNamespace(path=tmp_path), {})
