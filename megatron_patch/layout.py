@@ -137,7 +137,7 @@ def _check_world(config, world_size, flags):
     dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
     if world_size % dense:
         raise ValueError(f"world size {world_size} is not a multiple of TP {sizes['TP']} x PP {sizes['PP']} x CP {sizes['CP']} = {dense}; "
-                         f"start {dense} processes or a multiple.")
+                         f"start {dense} processes, or tell a dry run --world-size {dense}, or a multiple.")
     expert = sizes["ETP"] * sizes["EP"] * sizes["PP"]
     if world_size % expert:
         raise ValueError(f"world size {world_size} is not a multiple of expert TP {sizes['ETP']} x EP {sizes['EP']} x PP {sizes['PP']} = "
@@ -155,17 +155,15 @@ def _divisors(number, limit):
 
 def _check_tensor(config):
     tp, heads, groups = config.tensor_model_parallel_size, config.num_attention_heads, config.num_query_groups
-    _divides("num_attention_heads", heads, "TP", tp, f"TP can be {_divisors(heads, max(tp, 1))}.")
+    named = {"num_attention_heads": heads, "fused qkv rows": (heads + 2 * groups) * config.kv_channels}
+    named |= {name: config.get(name) for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size") if config.get(name)}
+    possible = [d for d in _divisors(heads, heads) if (groups % d == 0 or d % groups == 0) and all(n % d == 0 for n in named.values())]
+    hint = f"TP can be {possible}."
+    _divides("num_attention_heads", heads, "TP", tp, hint)
     if groups % tp and tp % groups:
-        raise ValueError(f"num_query_groups {groups} vs TP {tp}: one must divide the other; "
-                         f"TP can be {[d for d in _divisors(heads, tp) if groups % d == 0 or d % groups == 0]}.")
-    rows = (heads + 2 * groups) * config.kv_channels
-    _divides("fused qkv rows", rows, "TP", tp, f"TP can be {_divisors(rows, tp)}.")
-    if config.get("ffn_hidden_size"):
-        _divides("ffn_hidden_size", config.ffn_hidden_size, "TP", tp, f"TP can be {_divisors(config.ffn_hidden_size, tp)}.")
-    shared = config.get("moe_shared_expert_intermediate_size")
-    if shared:
-        _divides("moe_shared_expert_intermediate_size", shared, "TP", tp, f"TP can be {_divisors(shared, tp)}.")
+        raise ValueError(f"num_query_groups {groups} vs TP {tp}: one must divide the other; {hint}")
+    for name, number in named.items():
+        _divides(name, number, "TP", tp, hint)
 
 
 def _check_experts(config, flags):
@@ -174,7 +172,7 @@ def _check_experts(config, flags):
         if ep > 1:
             raise ValueError(f"{flags['expert_model_parallel_size']} {ep} needs a mixture-of-experts model; this one has no experts.")
         return
-    _divides("num_moe_experts", experts, "EP", ep, f"EP can be {_divisors(experts, ep)}.")
+    _divides("num_moe_experts", experts, "EP", ep, f"EP can be {_divisors(experts, experts)}.")
     ffn = config.get("moe_ffn_hidden_size") or config.ffn_hidden_size
     _divides("moe_ffn_hidden_size", ffn, "expert TP", config.expert_tp, f"set {flags['expert_tensor_parallel_size']} to a divisor.")
     topk = config.get("moe_router_topk", 2)

@@ -212,5 +212,6 @@ def _check_target(out: Path, hf_ref, force: bool) -> bool:
     foreign = foreign_files(out)
     if not force or foreign:
         raise ValueError(f"{out} is not empty (it holds {', '.join((foreign or found)[:4])}...); choose another output folder"
-                         + (": --force replaces only a Hugging Face checkpoint." if force else ", or --force to replace a checkpoint."))
+                         + (": --force replaces only a Hugging Face checkpoint." if force else
+                            ", or --force (force=True) to replace a checkpoint."))
     return True
