@@ -79,6 +79,7 @@ class Family:
     weights: Mapping[str, tuple[str, ...]]
     alternatives: Mapping[str, View] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    partial_rotary: bool = False  # the original reads partial_rotary_factor
     checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self):
@@ -89,12 +90,14 @@ class Family:
             if len(names) != SLOTS[key].packing.parts:
                 raise ValueError(f"family {self.name}: slot '{key}' packs {SLOTS[key].packing.parts} tensors, got {len(names)} names")
 
-    def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), checks=()) -> "Family":
+    def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), checks=(),
+               partial_rotary=False) -> "Family":
         """A family that differs from this one by the given entries; ``drop`` removes slots."""
         kept = {k: v for k, v in self.weights.items() if k not in drop}
         return replace(self, name=name, model_types=tuple(model_types), architectures=tuple(architectures),
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
-                       alternatives={**self.alternatives, **dict(alternatives)}, checks=self.checks + tuple(checks))
+                       alternatives={**self.alternatives, **dict(alternatives)}, checks=self.checks + tuple(checks),
+                       partial_rotary=partial_rotary)
 
     def read(self, hf) -> dict:
         """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""

@@ -178,6 +178,10 @@ def _check_experts(config, flags):
     topk = config.get("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"moe_router_topk {topk} is larger than num_moe_experts {experts}.")
+    softmax = config.get("moe_router_score_function", "softmax") == "softmax" and config.get("moe_router_load_balancing_type") != "sinkhorn"
+    if topk == 1 and softmax and config.get("moe_router_pre_softmax") is False:
+        raise ValueError("one expert per token, renormalised, has the weight 1 always: Megatron-core does not train such a router. Use a "
+                         "checkpoint with two or more experts per token, or one that does not renormalise (norm_topk_prob false).")
 
 
 def _check_pipeline(config, flags):

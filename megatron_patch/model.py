@@ -69,8 +69,18 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         hide_padding(model.output_layer, config.vocab_size, config.padded_vocab_size())
         model.adopt_output_layer(config.vocab_size)
         model.chunked_loss = layer_impl == "native"
+    _mark_experts(model, config)
     model.model_config, model.layer_impl = config, layer_impl
     return model.to(platform.current().device)
+
+
+def _mark_experts(model, config) -> None:
+    """Routed experts cut over other ranks than the rest have gradients of their own data-parallel group; core before 0.19 knows that
+    with expert parallelism only. Source: tensor_parallel/layers.py, ``allreduce``."""
+    if config.get("num_moe_experts") and config.expert_tp != config.tensor_model_parallel_size:
+        for name, p in model.named_parameters():
+            if ".mlp.experts." in name:
+                p.allreduce = False
 
 
 def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:

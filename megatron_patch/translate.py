@@ -120,8 +120,12 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
     _check_sizes(fields, hf, where)
+    rope = read_rope(hf)
+    if rope.percent != 1.0 and not family.partial_rotary:
+        raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
+                         f"rotates whole heads; remove it, or correct model_type.")
     return ModelConfig(
-        family=family, hf=dict(raw), fields=fields, vocab_size=int(hf.vocab_size), rope=read_rope(hf),
+        family=family, hf=dict(raw), fields=fields, vocab_size=int(hf.vocab_size), rope=rope,
         tied=bool(getattr(hf, "tie_word_embeddings", False)), dtype=_dtype(raw),
         max_position_embeddings=int(getattr(hf, "max_position_embeddings", 0) or 2048))
 

@@ -100,6 +100,13 @@ TRAPS = (
         "tests/upstream/test_optim_state.py",
     ),
     Trap(
+        "expert-TP other than TP without expert parallelism",
+        "tensor_parallel/layers.py, allreduce (0.16 to 0.18)",
+        "gradients of experts are reduced over the ranks of the other layers: training goes wrong, with no error",
+        "our models mark experts as reduced over their own data-parallel group",
+        "tests/training/test_layouts.py",
+    ),
+    Trap(
         "2-tuple loss under context parallelism",
         "pipeline_parallel/schedules.py, forward_step_calc_loss",
         "gradients are multiplied by the context-parallel size",

@@ -15,7 +15,7 @@ CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon", "layernorm_epsilon")  # 0.16 and earlier say norm_epsilon
+    "norm_epsilon", "layernorm_epsilon", "vocab_size")  # 0.16 and earlier say norm_epsilon
 UNSET = object()
 
 

@@ -39,10 +39,10 @@ def _with_eod(tokenizer, eod):
 class Feed:
     """The three splits of a run; ``train``, ``valid`` and ``test`` are None where nothing is asked of them."""
 
-    def __init__(self, settings, tokenizer, length: Length, dp_rank: int, chunks: int):
+    def __init__(self, settings, tokenizer, length: Length, dp_rank: int, chunks: int, vocab_size: int):
         from megatron_patch.data.datasets import build_datasets
 
-        self.settings, self.length, self.dp_rank, self.chunks = settings, length, dp_rank, chunks
+        self.settings, self.length, self.dp_rank, self.chunks, self.vocab_size = settings, length, dp_rank, chunks, vocab_size
         train, valid, test = length.samples()
         if settings.run.skip_train:
             train = 0
@@ -59,4 +59,13 @@ class Feed:
         found = batches(dataset, consumed_samples=consumed_samples, micro_batch_size=length.micro_batch, dp_rank=self.dp_rank,
                         dp_size=length.data_parallel, global_batch_size=length.global_batch, num_workers=data.num_workers,
                         dataloader_type=data.dataloader_type, document_end=self.document_end, seed=self.settings.run.seed)
+        found = map(self._known, found)
         return found if self.chunks == 1 else list(itertools.tee(found, self.chunks))
+
+    def _known(self, batch: dict) -> dict:
+        """``batch``, when the model has a row for each of its token ids; else ValueError."""
+        largest = int(max(batch["tokens"].max(), batch["labels"].max()))
+        if largest >= self.vocab_size:
+            raise ValueError(f"the data holds token id {largest}, the model has {self.vocab_size}: it was made with another tokenizer. Run "
+                             f"toolkits.preprocess_data again with --tokenizer-model of this model.")
+        return batch

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_patch.training.flags_parser import SettingsError
 
 Values = Mapping[str, Any]
+TE = ('te', 'transformer_engine')
 
 
 def check(values: Values, given: frozenset[str]) -> None:
@@ -38,6 +39,9 @@ def precision(v: Values, given: frozenset[str]) -> str | None:
         return f'--main-grads-dtype {v["main_grads_dtype"]} contradicts --accumulate-allreduce-grads-in-fp32'
     if v.get('fp4') and v['fp8']:
         return f'--fp4-format {v["fp4"]} and --fp8-format {v["fp8"]} exclude each other: give one'
+    for name in ('fp4', 'fp8'):
+        if v.get(name) and v['transformer_impl'] not in TE:
+            return f'--{name}-format {v[name]} needs --transformer-impl te: the native layers compute in the dtype of the model'
     return None
 
 
@@ -174,6 +178,9 @@ def optimizer(v: Values, given: frozenset[str]) -> str | None:
         return '--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce'
     if v['use_precision_aware_optimizer'] and not (v['use_distributed_optimizer'] and v['optimizer'] == 'adam'):
         return '--use-precision-aware-optimizer needs --use-distributed-optimizer and --optimizer adam'
+    for name in ('main_grads_dtype', 'main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype'):
+        if v[name] != 'fp32' and not v['use_precision_aware_optimizer']:
+            return f'--{name.replace("_", "-")} {v[name]} needs --use-precision-aware-optimizer; without it all of them are fp32'
     if v['fp8_param_gather'] and not v['use_distributed_optimizer']:
         return '--fp8-param-gather needs --use-distributed-optimizer'
     if v['num_distributed_optimizer_instances'] > 1 and not v['use_distributed_optimizer']:
@@ -222,7 +229,7 @@ def checkpoint(v: Values, given: frozenset[str]) -> str | None:
 
 
 def experts(v: Values, given: frozenset[str]) -> str | None:
-    if v['moe_grouped_gemm'] and v['transformer_impl'] not in ('te', 'transformer_engine'):
+    if v['moe_grouped_gemm'] and v['transformer_impl'] not in TE:
         return ('--moe-grouped-gemm needs --transformer-impl te: the native layers run experts one after another, to the same result; '
                 'give it, or leave the flag out')
     if v['hf_model'] or v['use_checkpoint_args']:

@@ -4,6 +4,8 @@ Source: megatron/training/checkpointing.py (0.19.2), load_checkpoint.
 """
 
 import logging
+import pickle
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,11 @@ def read_common(found: Found) -> dict:
         common = dist_checkpointing.load_common_state_dict(str(found.path))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         path = found.path / "common.pt"
+        foreign = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if foreign:
+            raise ValueError(f"checkpoint {found.path} cannot be loaded: its common.pt holds an object of {foreign[1]}, and files are not "
+                             f"trusted to make such objects. toolkits.convert megatron-to-hf reads the checkpoint without it; train from "
+                             f"the result with --hf-model.") from error
         why = f"common.pt: {one_line(error)}" if path.is_file() else "it has no common.pt"
         raise ValueError(f"checkpoint {found.path} cannot be read: {why}; copy the whole folder again from where it was saved.") from error
     if not isinstance(common, dict):

@@ -37,7 +37,7 @@ def train(settings):
     check_tensorboard(settings)
     job = assemble(settings, config, dist.get_world_size(), load_weights=found is None)
     progress = load(job, found, common) if found else Progress()
-    feed = Feed(settings, tokenizer, job.length, job.at.dp, len(job.chunks))
+    feed = Feed(settings, tokenizer, job.length, job.at.dp, len(job.chunks), config.vocab_size)
     report = parallel.on_first_rank(lambda: Report(settings, progress.iteration, job.length.train_iters)) or Silent()
     _introduce(report, settings, found, progress)
     stop = Stop(settings.run)

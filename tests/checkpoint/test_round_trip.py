@@ -161,7 +161,8 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path):
     (dict(rope_theta=5e5), "rotary_base is 10000"), (dict(num_hidden_layers=1), "num_layers is 2 in the checkpoint, 1"),
     (dict(rms_norm_eps=1e-6), "epsilon is 1e-05"),
     (dict(intermediate_size=32), r"linear_fc1\.weight' has shape \[2, 48, 16\].*\[2, 64, 16\]"),
-    (dict(tie_word_embeddings=True), r"untie_embeddings.*holds 'output_layer\.weight'"), (dict(vocab_size=200), "word_embeddings.*needs")])
+    (dict(tie_word_embeddings=True), r"untie_embeddings.*holds 'output_layer\.weight'"), (dict(vocab_size=200), "word_embeddings.*needs"),
+    (dict(vocab_size=39), "vocab_size is 40 in the checkpoint, 39"), (dict(vocab_size=41), "vocab_size is 40 in the checkpoint, 41")])
 def test_reference_of_another_model_is_refused(change, message, tmp_path):
     """Sizes and numbers of --hf-ref must be those of the checkpoint's own arguments and tensors (B24, B37)."""
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))

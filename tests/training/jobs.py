@@ -123,7 +123,7 @@ def hf_curve(hf_model: str, data: str) -> dict:
 
     settings = settings_of(hf_model, data, **CURVE)
     length = run_length(settings, 1)
-    feed = Feed(settings, run_tokenizer(settings, 1003), length, 0, 1)
+    feed = Feed(settings, run_tokenizer(settings, 1003), length, 0, 1, 1003)
     feed = feed.iterator(feed.train, 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32, attn_implementation="eager").train()
     decayed, plain = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))

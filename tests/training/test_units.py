@@ -240,3 +240,36 @@ def test_an_export_may_not_replace_its_source(tmp_path):
         check(tmp_path / "model" / ".." / "source")
     with pytest.raises(ValueError, match="thesis.docx"):
         check(tmp_path / "other")
+
+
+def test_token_ids_that_the_model_lacks():
+    """Ids at and above the vocabulary are named with both numbers (B20). Mutants: labels not looked at; no check (IndexError)."""
+    from types import SimpleNamespace
+
+    from megatron_patch.training.feed import Feed
+
+    feed = SimpleNamespace(vocab_size=10)
+    fine = dict(tokens=torch.tensor([[0, 9]]), labels=torch.tensor([[9, -100]]))
+    assert Feed._known(feed, fine) is fine
+    for field in fine:
+        with pytest.raises(ValueError, match="token id 10, the model has 10.*preprocess_data"):
+            Feed._known(feed, {**fine, field: torch.tensor([[10, 1]])})
+
+
+def test_checkpoint_with_a_foreign_class(tmp_path):
+    """--load of a checkpoint whose args hold an object of another program: the class is named, and the way to its weights (B84)."""
+    from megatron_patch.checkpoint.tracker import locate
+    from megatron_patch.training.resume import read_common
+
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (folder / ".metadata").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    torch.save({"args": Foreign()}, folder / "common.pt")
+    with pytest.raises(ValueError, match=rf"{folder}.*{__name__}.Foreign.*megatron-to-hf.*--hf-model"):
+        read_common(locate(tmp_path))
+
+
+class Foreign:
+    """A class that no reader of checkpoints knows."""

@@ -53,6 +53,7 @@ def test_virtual_stages_interleave():
     ({EP: 2}, r"expert-model-parallel-size 2 needs a mixture-of-experts model"),
     ({EP: 3, "num_moe_experts": 4}, r"num_moe_experts 4 is not divisible by EP 3; EP can be \[1, 2, 4\]"),
     ({"num_moe_experts": 4, "moe_ffn_hidden_size": 30, ETP: 4}, r"moe_ffn_hidden_size 30 is not divisible by expert TP 4"),
+    ({"num_moe_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": False}, r"one expert per token, renormalised"),
     ({"sequence_parallel": True}, r"--sequence-parallel needs --tensor-model-parallel-size > 1"),
     ({TP: 0}, r"TP must be a positive integer, found 0")])
 def test_mistakes(fields, message):

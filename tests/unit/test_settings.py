@@ -113,6 +113,8 @@ def test_virtual_stages_turn_on_overlapped_communication(parse, flags, virtual):
     ('--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload', ['--optimizer-cpu-offload', 'issue 1842']),
     ('--optimizer sgd --use-distributed-optimizer', ['--optimizer sgd', 'adam only']),
     ('--optimizer sgd --use-distributed-optimizer --use-precision-aware-optimizer', ['--optimizer sgd']),
+    ('--exp-avg-dtype bf16', ['--exp-avg-dtype bf16 needs --use-precision-aware-optimizer']),
+    ('--fp8-format hybrid', ['--fp8-format hybrid needs --transformer-impl te']),
     ('--num-experts 4 --moe-grouped-gemm', ['--moe-grouped-gemm needs --transformer-impl te']),
     ('--save x', ['--save-interval']), ('--save-hf-interval 2', ['--save-hf']), ('--use-checkpoint-args', ['--load']),
     ('--data-path a --mock-data', ['--data-path and --mock-data']), ('--world-size 8', ['--dry-run']),

@@ -21,7 +21,7 @@ SELECTIVE = ['--recompute-granularity', 'selective']
 DISTRIBUTED = ['--use-distributed-optimizer', '--overlap-grad-reduce']
 PRECISION_AWARE = [*DISTRIBUTED, '--use-precision-aware-optimizer']
 TP2 = ['--tensor-model-parallel-size', '2', '--sequence-parallel']
-FP8 = ['--fp8-format', 'e4m3']
+FP8 = ['--fp8-format', 'e4m3', '--transformer-impl', 'te']
 FP16, BF16 = ['--fp16'], ['--bf16']
 # Flags that a flag is only valid with; they stand in the base line too, so they are not the change that is seen.
 NEEDS = {
@@ -64,7 +64,7 @@ NEEDS = {
     'min_lr': ['--lr', '9'],
     'save': ['--save-interval', '2'], 'save_retain_interval': ['--save-interval', '1'],
     'use_checkpoint_args': ['--load', 'D'], 'save_hf_interval': ['--save-hf', 'D'],
-    'world_size': ['--dry-run'],
+    'world_size': ['--dry-run'], 'fp8': ['--transformer-impl', 'te'], 'fp4': ['--transformer-impl', 'te'],
 }
 # A valid value where the first one that comes to mind is not.
 VALUES = {

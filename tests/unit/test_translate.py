@@ -87,7 +87,9 @@ def test_fresh_config_reads_back(name):
     (dict(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
     (dict(hidden_size="64"), "hidden_size"), (dict(dtype="int8"), "dtype 'int8'"),
     (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
-     "rope type 'longrope'")])
+     "rope type 'longrope'"),
+    (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+     "partial_rotary_factor 0.5 does not")])
 def test_refusals_name_what_was_found(changes, message):
     with pytest.raises(ValueError, match=message):
         read(**changes)

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 
-from megatron_patch.platform.cpu import shared_memory
+from megatron_patch.platform.cpu import shared_memory, uneven
 from megatron_patch.platform.cpu.devices import only_if_missing
 from megatron_patch.platform.ledger import StandIn
 
@@ -81,6 +81,8 @@ def rows():
         ]
         table += [StandIn(f"{module}:{name}", make, buffers, "gloo's goes over TCP, between processes of one machine too")
                   for name, make in shared_memory.stand_ins().items()]
+        table += [StandIn(f"{module}:{name}", make, "megatron/core/tensor_parallel/mappings.py", "gloo takes no lists of unequal tensors")
+                  for name, make in uneven.stand_ins().items()]
     for module in ("torch.distributed", "torch.distributed.device_mesh"):
         table.append(
             StandIn(f"{module}:init_device_mesh", _mesh, "megatron/core/distributed/fsdp", "a mesh of 'cuda' is one of cpu")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.platform.cpu import peers
+from megatron_patch.platform.cpu.uneven import Done
 
 LEAST_BYTES = 1 << 20  # of the whole tensor; below, a barrier costs as much as gloo's transfer
 SLOT_BYTES = 8 << 20  # per rank and turn; a turn costs a barrier of 2 ms
@@ -179,18 +180,6 @@ def _map(machine, pid, fd, size):
             return mmap.mmap(file.fileno(), size)
     except OSError:
         return None
-
-
-class Done:
-    """The work handle of an operation that is over."""
-
-    def wait(self, timeout=None) -> bool:
-        """True at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
 
 
 def _applies(whole, part, op, group) -> bool:
