@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_patch.slots import SLOTS
+from megatron_patch.packing import Packing
+from megatron_patch.slots import SLOTS, Slot
 
 REQUIRED = object()
 
@@ -68,8 +69,9 @@ class View:
 class Family:
     """``config``: TransformerConfig field -> Field; ``weights``: slot -> HF parameter template(s), in packing order.
 
-    ``alternatives``: canonical template -> View for checkpoints that hold it fused; ``ignored``: name endings that are
-    no parameters; ``check(hf)`` raises ValueError for what the family cannot represent.
+    ``packings``: slot -> Packing where this family's tensors are fused in another way; ``alternatives``: canonical
+    template -> View for checkpoints that hold it fused; ``ignored``: name endings that are no parameters; ``check(hf)``
+    raises ValueError for what the family cannot represent.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Family:
     config: Mapping[str, Field]
     weights: Mapping[str, tuple[str, ...]]
     alternatives: Mapping[str, View] = field(default_factory=dict)
+    packings: Mapping[str, Packing] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
     checks: tuple[Callable[[Any], None], ...] = ()
@@ -87,17 +90,21 @@ class Family:
         if unknown:
             raise ValueError(f"family {self.name}: unknown slots {sorted(unknown)}; see megatron_patch/slots.py")
         for key, names in self.weights.items():
-            if len(names) != SLOTS[key].packing.parts:
-                raise ValueError(f"family {self.name}: slot '{key}' packs {SLOTS[key].packing.parts} tensors, got {len(names)} names")
+            if len(names) != self.slot(key).packing.parts:
+                raise ValueError(f"family {self.name}: slot '{key}' packs {self.slot(key).packing.parts} tensors, got {len(names)} names")
 
-    def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), checks=(),
+    def slot(self, key: str) -> Slot:
+        """The slot ``key``, with this family's packing."""
+        return replace(SLOTS[key], packing=self.packings[key]) if key in self.packings else SLOTS[key]
+
+    def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), packings=(), checks=(),
                partial_rotary=False) -> "Family":
         """A family that differs from this one by the given entries; ``drop`` removes slots."""
         kept = {k: v for k, v in self.weights.items() if k not in drop}
         return replace(self, name=name, model_types=tuple(model_types), architectures=tuple(architectures),
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
-                       alternatives={**self.alternatives, **dict(alternatives)}, checks=self.checks + tuple(checks),
-                       partial_rotary=partial_rotary)
+                       alternatives={**self.alternatives, **dict(alternatives)}, packings={**self.packings, **dict(packings)},
+                       checks=self.checks + tuple(checks), partial_rotary=partial_rotary)
 
     def read(self, hf) -> dict:
         """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""

@@ -26,12 +26,14 @@ class Packing:
     """``parts`` source tensors fused along axis 0.
 
     ``split(config, rows)`` gives the rows of each part when the fused tensor has ``rows`` rows;
-    ``order(config, part_rows, rank, size)`` gives the runs of tensor-parallel rank ``rank`` of ``size``, in order.
+    ``order(config, part_rows, rank, size)`` gives the runs of tensor-parallel rank ``rank`` of ``size``, in order;
+    ``apart``: core saves each run of the whole tensor as a piece of its own.
     """
 
     parts: int
     split: Callable[[object, int], list[int]]
     order: Callable[[object, Sequence[int], int, int], list[Run]]
+    apart: bool = False
 
     def runs(self, config, rows: int, rank: int = 0, size: int = 1) -> list[Run]:
         """Runs of one rank of a fused tensor with ``rows`` rows. Raises ValueError when ``size`` does not divide it."""
@@ -97,6 +99,18 @@ def _glu_order(config, part_rows, rank, size):
     return [Run(0, rank * n, n), Run(1, rank * n, n)]
 
 
+def flat(packing: Packing) -> Packing:
+    """``packing`` for checkpoints that hold its parts one after the other in one tensor."""
+
+    def order(config, part_rows, rank, size):
+        rows = packing.split(config, part_rows[0])
+        first = [sum(rows[:part]) for part in range(packing.parts)]
+        return [Run(0, first[part] + start, length) for part, start, length in packing.order(config, rows, rank, size)]
+
+    return Packing(1, lambda config, rows: [rows], order, packing.apart)
+
+
 PLAIN = Packing(1, lambda config, rows: [rows], _plain_order)
 QKV = Packing(3, _qkv_split, _qkv_order)
-GLU = Packing(2, lambda config, rows: [rows // 2] * 2, _glu_order)
+GLU = Packing(2, lambda config, rows: [rows // 2] * 2, _glu_order, apart=True)
+FLAT_QKV, FLAT_GLU = flat(QKV), flat(GLU)

@@ -75,6 +75,10 @@ def has_linear_bias(config, layer: int) -> bool:
     return bool(config.get("add_bias_linear"))
 
 
+def has_norm_bias(config, layer: int | None) -> bool:
+    return config.get("normalization") == "LayerNorm"
+
+
 def has_qk_norm(config, layer: int) -> bool:
     return bool(config.get("qk_layernorm"))
 
@@ -104,7 +108,7 @@ def _moe_ffn(c):
 
 
 def _both(dense, gate):
-    """``dense`` and a bias on every linear layer: a plain MLP's and attention's bias vectors."""
+    """``dense`` and ``gate``: a bias vector of a plain MLP or of its norm."""
     return lambda config, layer: dense(config, layer) and gate(config, layer)
 
 
@@ -115,6 +119,8 @@ def _vocab(c):
 SLOTS = {
     "embed": Slot("embedding.word_embeddings.weight", _vocab, tp_dim=0, vocab=True),
     "attn_norm": Slot(LAYER + "input_layernorm.weight", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+    "attn_norm_bias": Slot(LAYER + "input_layernorm.bias", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_bias",
+                           when=has_norm_bias),
     "qkv": Slot(LAYER + "self_attention.linear_qkv.weight", lambda c: (_qkv(c), c.hidden_size), packing=QKV, tp_dim=0),
     "qkv_bias": Slot(LAYER + "self_attention.linear_qkv.bias", lambda c: (_qkv(c),), packing=QKV, tp_dim=0, when=has_qkv_bias),
     "q_norm": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
@@ -122,6 +128,8 @@ SLOTS = {
     "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1),
     "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),
     "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_dense),
+    "mlp_norm_bias": Slot(LAYER + "pre_mlp_layernorm.bias", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_bias",
+                          when=_both(is_dense, has_norm_bias)),
     "mlp_in": Slot(LAYER + "mlp.linear_fc1.weight", lambda c: (_mlp_rows(c, c.ffn_hidden_size), c.hidden_size),
                    packing=GLU, tp_dim=0, when=is_dense),
     "mlp_in_bias": Slot(LAYER + "mlp.linear_fc1.bias", lambda c: (_mlp_rows(c, c.ffn_hidden_size),),
@@ -144,5 +152,6 @@ SLOTS = {
                        lambda c: (c.hidden_size, c.moe_shared_expert_intermediate_size), tp_dim=1, when=has_shared_expert),
     "shared_gate": Slot(LAYER + "mlp.shared_experts.gate_weight", lambda c: (1, c.hidden_size), when=has_shared_gate),
     "final_norm": Slot("decoder.final_layernorm.weight", _hidden),
+    "final_norm_bias": Slot("decoder.final_layernorm.bias", _hidden, when=has_norm_bias),
     "head": Slot("output_layer.weight", _vocab, tp_dim=0, vocab=True, when=has_head),
 }

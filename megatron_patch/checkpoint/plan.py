@@ -62,20 +62,20 @@ def plan(family, config, *, layers=None, experts=None) -> Iterator[Placement]:
 
     Parameters without a layer come first (embedding) and last (final norm, head).
     """
-    weights = {key: family.weights[key] for key in SLOTS if key in family.weights}
+    weights = [key for key in SLOTS if key in family.weights]
     head = [k for k in weights if not SLOTS[k].per_layer and k != "embed"]
-    yield from _at(weights, [k for k in weights if k == "embed"], config, None, None)
+    yield from _at(family, [k for k in weights if k == "embed"], config, None, None)
     for layer in range(config.num_layers) if layers is None else layers:
-        yield from _at(weights, [k for k in weights if SLOTS[k].per_layer], config, layer, experts)
-    yield from _at(weights, head, config, None, None)
+        yield from _at(family, [k for k in weights if SLOTS[k].per_layer], config, layer, experts)
+    yield from _at(family, head, config, None, None)
 
 
-def _at(weights, keys, config, layer, experts):
+def _at(family, keys, config, layer, experts):
     for key in keys:
-        slot = SLOTS[key]
+        slot = family.slot(key)
         if not slot.when(config, layer):
             continue
         which = (range(config.num_moe_experts) if experts is None else experts) if slot.expert else [None]
         for expert in which:
-            names = tuple(t.format(layer=layer, expert=expert) for t in weights[key])
-            yield Placement(key, slot, layer, expert, names, weights[key])
+            names = tuple(t.format(layer=layer, expert=expert) for t in family.weights[key])
+            yield Placement(key, slot, layer, expert, names, family.weights[key])

@@ -69,7 +69,7 @@ def _place_chunks(place, config, dtype, disk):
         out.append(Chunk(keys, (*grid, total, *rest), dtype, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest), pieces))
 
     runs, first = place.slot.packing.runs(config, rows), 0
-    groups = [[r] for r in runs] if len(runs) == len(place.names) else [runs]  # gate and up apart, as core itself saves them
+    groups = [[r] for r in runs] if place.slot.packing.apart else [runs]  # gate and up
     for group in groups:
         count = sum(r.length for r in group)
         add(first, count, group)

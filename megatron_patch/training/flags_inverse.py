@@ -1,6 +1,7 @@
 """A model's settings as a command line: the inverse of the flag tables, used to print a checkpoint's Megatron flags."""
 
 import enum
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,10 @@ def _text(value: Any, option: Option) -> str:
 def _activation_flags(fields: Mapping[str, Any]) -> list[str]:
     function, gated = fields.get('activation_func', F.gelu), bool(fields.get('gated_linear_unit'))
     name = getattr(function, '__name__', str(function))
-    flags = {('gelu', False): [], ('silu', True): ['--swiglu'], ('squared_relu', False): ['--squared-relu'],
+    if isinstance(function, functools.partial) and function.func is F.gelu:
+        name = 'gelu_' + function.keywords.get('approximate', 'none')
+    flags = {('gelu', False): [], ('gelu_tanh', False): [],  # with fused bias, the default, Megatron-LM's own gelu is the tanh form
+             ('silu', True): ['--swiglu'], ('squared_relu', False): ['--squared-relu'],
              ('quick_gelu', True): ['--quick-geglu']}.get((name, gated))
     if flags is None:
         raise ValueError(f'no flag of Megatron-LM gives activation {name} with gated_linear_unit {gated}')

@@ -2,7 +2,7 @@
 
 import pytest
 
-CASES = ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")
+CASES = ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "phi3", "glm", "starcoder2")
 
 
 @pytest.fixture(scope="session")

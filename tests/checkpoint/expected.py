@@ -21,8 +21,8 @@ def _one(model, name, p, hf, sizes, ranks):
         return _vocab(hf["model.embed_tokens.weight"], p, ranks)
     if name == "output_layer.weight":
         return _vocab(hf.get("lm_head.weight", hf["model.embed_tokens.weight"]), p, ranks)
-    if name == "decoder.final_layernorm.weight":
-        return hf["model.norm.weight"]
+    if name.startswith("decoder.final_layernorm."):
+        return hf["model.norm." + name.rsplit(".", 1)[-1]]
     local, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
     layer = model.decoder.layers[int(local)].layer_number - 1
     return _in_layer(rest, f"model.layers.{layer}.", hf, sizes, ranks)
@@ -36,20 +36,30 @@ def _vocab(full, p, ranks):
 
 def _in_layer(rest, at, hf, sizes, ranks):
     tp, rank = ranks["tp"], ranks["tp_rank"]
-    if rest == "input_layernorm.weight":
-        return hf[at + "input_layernorm.weight"]
-    if rest == "pre_mlp_layernorm.weight":
-        return hf[at + "post_attention_layernorm.weight"]
+    kind = rest.rsplit(".", 1)[-1]
+    if rest.startswith("input_layernorm."):
+        return hf[at + "input_layernorm." + kind]
+    if rest.startswith("pre_mlp_layernorm."):
+        return hf[at + "post_attention_layernorm." + kind]
     if rest.startswith("self_attention.linear_qkv."):
-        kind = rest.rsplit(".", 1)[-1]
-        groups = [hf[at + NAMES[x] + "." + kind].unflatten(0, (sizes["groups"], -1)) for x in "qkv"]  # [groups, heads * dim, ...]
+        groups = [part.unflatten(0, (sizes["groups"], -1)) for part in _qkv(hf, at, kind, sizes)]  # [groups, heads * dim, ...]
         return torch.cat(groups, 1).chunk(tp)[rank].flatten(0, 1)
-    if rest == "self_attention.linear_proj.weight":
-        return hf[at + NAMES["o"] + ".weight"].chunk(tp, 1)[rank]
+    if rest.startswith("self_attention.linear_proj."):
+        whole = hf[at + NAMES["o"] + "." + kind]
+        return whole.chunk(tp, 1)[rank] if kind == "weight" else whole
     norm = re.fullmatch(r"self_attention\.([qk])_layernorm\.weight", rest)
     if norm:
         return hf[at + f"self_attn.{norm[1]}_norm.weight"]
     return _mlp(rest, at, hf, sizes, ranks)
+
+
+def _qkv(hf, at, kind, sizes):
+    """q, k and v, each with all its heads."""
+    fused = hf.get(at + "self_attn.qkv_proj." + kind)
+    if fused is None:
+        return [hf[at + NAMES[x] + "." + kind] for x in "qkv"]
+    head = fused.shape[0] // (sizes["heads"] + 2 * sizes["groups"])
+    return fused.split([sizes["heads"] * head, sizes["groups"] * head, sizes["groups"] * head])
 
 
 def _mlp(rest, at, hf, sizes, ranks):
@@ -63,6 +73,10 @@ def _mlp(rest, at, hf, sizes, ranks):
     if expert:
         e = ranks["ep_rank"] * (sizes["experts"] // ranks["ep"]) + int(expert[1])
         return _glu_or_down(expert[2], f"{moe}experts.{e}.", hf, ranks["etp"], ranks["etp_rank"])
+    if at + "mlp.c_fc.weight" in hf:
+        layer, kind = re.fullmatch(r"mlp\.(linear_fc[12])\.(weight|bias)", rest).groups()
+        whole = hf[f"{at}mlp.{'c_fc' if layer == 'linear_fc1' else 'c_proj'}.{kind}"]
+        return whole.chunk(tp)[rank] if layer == "linear_fc1" else whole.chunk(tp, 1)[rank] if kind == "weight" else whole
     where, which = re.fullmatch(r"(mlp\.|mlp\.shared_experts\.)(linear_fc[12])\.weight", rest).groups()
     return _glu_or_down(which, at + where.replace("shared_experts", "shared_expert"), hf, tp, rank)
 
@@ -71,4 +85,6 @@ def _glu_or_down(which, at, hf, tp, rank):
     gate, up, down = ("w1", "w3", "w2") if at + "w1.weight" in hf else ("gate_proj", "up_proj", "down_proj")
     if which == "linear_fc2":
         return hf[f"{at}{down}.weight"].chunk(tp, 1)[rank]
-    return torch.cat([hf[f"{at}{x}.weight"].chunk(tp)[rank] for x in (gate, up)])
+    fused = hf.get(f"{at}gate_up_proj.weight")
+    halves = [hf[f"{at}{x}.weight"] for x in (gate, up)] if fused is None else fused.chunk(2)
+    return torch.cat([half.chunk(tp)[rank] for half in halves])

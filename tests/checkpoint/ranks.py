@@ -61,7 +61,7 @@ def _ranks():
 
 def wrong_parameters(hf, config, chunks):
     """Names of parameters that are not bitwise what the HF tensors say, of every chunk of this rank."""
-    sizes = dict(groups=config.num_query_groups, experts=config.get("num_moe_experts"))
+    sizes = dict(heads=config.num_attention_heads, groups=config.num_query_groups, experts=config.get("num_moe_experts"))
     tensors, bad = _hf_tensors(hf), []
     for chunk in chunks:
         for name, want in expected.parameters(chunk, tensors, sizes, _ranks()).items():

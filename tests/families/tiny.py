@@ -33,9 +33,11 @@ CASES = {
     "qwen2_moe": ("Qwen2MoeConfig", dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
                                          norm_topk_prob=False, mlp_only_layers=[1])),
     "qwen3_moe": ("Qwen3MoeConfig", dict(head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
+    "phi3": ("Phi3Config", dict(sliding_window=24, rope_parameters=dict(ROPE, partial_rotary_factor=0.75))),
+    "glm": ("GlmConfig", dict(head_dim=16, attention_bias=True)),
+    "starcoder2": ("Starcoder2Config", dict(norm_epsilon=1e-3, sliding_window=24, initializer_range=0.02)),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 

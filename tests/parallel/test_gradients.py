@@ -23,7 +23,7 @@ def test_one_rank(zoo, tmp_path):
 @pytest.mark.timeout(600)
 def test_two_ranks(zoo, tmp_path):
     """TP2 with and without SP, PP2, PP2 with virtual stages, CP2: norm, q/k norm, tied and fused gradients are all summed."""
-    cases = {k: zoo[k] for k in ("llama_tied", "qwen2", "qwen3")}
+    cases = {k: zoo[k] for k in ("llama_tied", "qwen2", "qwen3", "glm", "starcoder2")}
     check(run_ranks(2, TARGET, cases, ["tp2", "tp2sp", "pp2", "pp2vpp2", "cp2"], str(tmp_path), timeout=600)[0])
 
 

@@ -1,0 +1,11 @@
+"""GLM-4-9B in Transformers' own form (model_type glm). Source: transformers/models/glm."""
+
+from megatron_patch.family import Field, fixed
+from megatron_patch.packing import FLAT_GLU
+from model_zoo.llama import BIASES, LLAMA, NO_BIAS, H
+
+GLM = LLAMA.extend(
+    "glm", model_types=("glm",), architectures=("GlmForCausalLM",),
+    config={**NO_BIAS, "add_qkv_bias": Field("attention_bias", default=False), "rotary_interleaved": fixed(True)},
+    weights=dict(mlp_in=(H + "mlp.gate_up_proj.weight",)), packings=dict(mlp_in=FLAT_GLU),
+    drop=tuple(key for key in BIASES if key != "qkv_bias"), partial_rotary=True)
