@@ -18,10 +18,12 @@ def batches(argv: list[str], held_out: bool) -> list[dict]:
     from megatron_patch.training.feed import Feed, run_tokenizer
     from megatron_patch.training.length import run_length
     from megatron_patch.training.settings import parse
+    from megatron_patch.translate import load_config
 
     settings = parse(argv)
     length = run_length(settings, data_parallel=1)
-    feed = Feed(settings, run_tokenizer(settings), length, dp_rank=0, chunks=1)
+    vocabulary = load_config(settings.run.hf_model).vocab_size
+    feed = Feed(settings, run_tokenizer(settings), length, dp_rank=0, chunks=1, vocab_size=vocabulary)
     iterator = feed.iterator(feed.valid if held_out else feed.train, 0)
     return [next(iterator) for _ in range(length.micro_batches)]
 
