@@ -46,6 +46,19 @@ def layer_types(pattern):
     return {"layer_types": ["sliding_attention" if on else "full_attention" for on in pattern]} if pattern else {}
 
 
+def dropout(residual: str, embedding: str) -> Field:
+    """hidden_dropout of a config that has a rate for each; Megatron has one for both, so they must be alike."""
+
+    def one_rate(rate, hf):
+        other = getattr(hf, embedding, None) or 0.0
+        if rate != other:
+            raise ValueError(f"{residual}={rate} with {embedding}={other} is not supported: Megatron-core has one rate for both "
+                             f"(hidden_dropout); set them alike in config.json.")
+        return rate
+
+    return Field(residual, one_rate, lambda rate: {residual: rate, embedding: rate}, default=0.0)
+
+
 BIASES = dict(
     qkv_bias=tuple(H + f"self_attn.{p}_proj.bias" for p in "qkv"), attn_out_bias=(H + "self_attn.o_proj.bias",),
     mlp_in_bias=(H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias"), mlp_out_bias=(H + "mlp.down_proj.bias",))

@@ -90,7 +90,9 @@ def test_fresh_config_reads_back(name):
     (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
      "rope type 'longrope'"),
     (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-     "partial_rotary_factor 0.5 does not")])
+     "partial_rotary_factor 0.5 does not"),
+    (dict(model_type="phi3", resid_pdrop=0.1), "resid_pdrop=0.1 with embd_pdrop=0.0"),
+    (dict(model_type="phi3", embd_pdrop=0.1), "resid_pdrop=0.0 with embd_pdrop=0.1")])
 def test_refusals_name_what_was_found(changes, message):
     with pytest.raises(ValueError, match=message):
         read(**changes)
