@@ -71,7 +71,8 @@ class Family:
 
     ``packings``: slot -> Packing where this family's tensors are fused in another way; ``alternatives``: canonical
     template -> View for checkpoints that hold it fused; ``ignored``: name endings that are no parameters; ``check(hf)``
-    raises ValueError for what the family cannot represent.
+    raises ValueError for what the family cannot represent. ``positions``: core's position_embedding_type, or a function of the
+    HF config; ``names``: config.json keys of vocab_size and max_position_embeddings where they are others.
     """
 
     name: str
@@ -83,6 +84,11 @@ class Family:
     packings: Mapping[str, Packing] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
+    positions: str | Callable[[Any], str] = "rope"
+    names: Mapping[str, str] = field(default_factory=dict)
+    tied: bool = False  # what a config.json that does not say means
+    modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
+    variants: tuple[tuple[Callable[[Any], bool], "Family"], ...] = ()  # the first whose test an HF config passes stands for this one
     checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self):
@@ -93,18 +99,22 @@ class Family:
             if len(names) != self.slot(key).packing.parts:
                 raise ValueError(f"family {self.name}: slot '{key}' packs {self.slot(key).packing.parts} tensors, got {len(names)} names")
 
+    def variant(self, hf) -> "Family":
+        """This family, or the one of ``variants`` that the HF config ``hf`` belongs to."""
+        return next((family for holds, family in self.variants if holds(hf)), self)
+
     def slot(self, key: str) -> Slot:
         """The slot ``key``, with this family's packing."""
         return replace(SLOTS[key], packing=self.packings[key]) if key in self.packings else SLOTS[key]
 
     def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), packings=(), checks=(),
-               partial_rotary=False) -> "Family":
-        """A family that differs from this one by the given entries; ``drop`` removes slots."""
+               partial_rotary=False, **more) -> "Family":
+        """A family that differs from this one by the given entries; ``drop`` removes slots, ``more`` are other attributes."""
         kept = {k: v for k, v in self.weights.items() if k not in drop}
         return replace(self, name=name, model_types=tuple(model_types), architectures=tuple(architectures),
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
                        alternatives={**self.alternatives, **dict(alternatives)}, packings={**self.packings, **dict(packings)},
-                       checks=self.checks + tuple(checks), partial_rotary=partial_rotary)
+                       checks=self.checks + tuple(checks), partial_rotary=partial_rotary, **more)
 
     def read(self, hf) -> dict:
         """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""

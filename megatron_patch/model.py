@@ -12,10 +12,11 @@ from megatron_patch.translate import ModelConfig
 
 
 def transformer_config(config: ModelConfig):
-    """The TransformerConfig (or MLATransformerConfig) of ``config``. Fields that the installed core lacks are an error."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    """The TransformerConfig (or MLATransformerConfig) of ``config``, with layers.config.Own. Fields that the installed core lacks are
+    an error."""
+    from megatron_patch.layers.config import Config, MLAConfig
 
-    kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+    kind = MLAConfig if config.get("multi_latent_attention") else Config
     known = {f.name for f in dataclasses.fields(kind)}
     defaults = _defaults(config)
     fields = {**defaults, **{k: v for k, v in config.fields.items() if v is not None or k not in defaults}}
@@ -50,7 +51,8 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
     from megatron.core import parallel_state
 
     from megatron_patch.layers.activation import is_plain_swiglu
-    from megatron_patch.layers.head import ChunkedLossModel
+    from megatron_patch.layers.entrance import equip
+    from megatron_patch.layers.head import ChunkedLossModel, cap_logits
 
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) before build_model.")
@@ -60,15 +62,18 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         core.use_te_activation_func = is_plain_swiglu(core)  # upstream's name for "the activation module in the spec"
     with replicated_projections() if layer_impl == "native" else contextlib.nullcontext():
         model = ChunkedLossModel(
-            core, block, vocab_size=config.padded_vocab_size(), max_sequence_length=config.max_position_embeddings,
+            core, block, vocab_size=config.padded_vocab_size(), max_sequence_length=config.max_position_embeddings + core.position_offset,
             pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=config.tied,
             position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
             rotary_base=config.rope.theta, mtp_block_spec=spec.mtp_spec(core, block, layer_impl, vp_stage), vp_stage=vp_stage)
     _use_rope_table(model, config)
+    if pre_process:
+        equip(model.embedding)
     if post_process:
+        cap_logits(model.output_layer, core.final_logit_softcap)
         hide_padding(model.output_layer, config.vocab_size, config.padded_vocab_size())
         model.adopt_output_layer(config.vocab_size)
-        model.chunked_loss = layer_impl == "native"
+        model.chunked_loss = layer_impl == "native" and not core.final_logit_softcap
     _mark_experts(model, config)
     model.model_config, model.layer_impl = config, layer_impl
     return model.to(platform.current().device)

@@ -23,10 +23,11 @@ def families() -> dict[str, Family]:
 
 @cache
 def model_types() -> dict[str, Family]:
-    """HF model_type -> Family."""
+    """HF model_type -> Family, before its variants are asked."""
     found: dict[str, Family] = {}
+    variants = [variant.name for family in families().values() for _, variant in family.variants]
     for family in families().values():
-        for name in family.model_types:
+        for name in family.model_types if family.name not in variants else ():
             if found.setdefault(name, family) is not family:
                 raise ValueError(f"model_type '{name}' is claimed by families '{found[name].name}' and '{family.name}'")
     return found

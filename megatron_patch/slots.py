@@ -32,6 +32,11 @@ class Slot:
         return "{layer}" in self.local
 
     @property
+    def first(self) -> bool:
+        """True for what belongs to the first pipeline stage."""
+        return self.local.startswith("embedding.")
+
+    @property
     def expert(self) -> bool:
         """True for a routed expert's parameter: sharded over expert-TP and owned by one expert-parallel rank."""
         return "{expert}" in self.local
@@ -80,11 +85,28 @@ def has_norm_bias(config, layer: int | None) -> bool:
 
 
 def has_qk_norm(config, layer: int) -> bool:
-    return bool(config.get("qk_layernorm"))
+    return bool(config.get("qk_layernorm")) and not config.get("wide_qk_norm")
 
 
 def has_head(config, layer=None) -> bool:
     return not config.tied
+
+
+def has_input_norm(config, layer) -> bool:
+    return config.get("sublayer_input_norm", True)
+
+
+def has_mlp_norm(config, layer) -> bool:
+    return is_dense(config, layer) and has_input_norm(config, layer) and config.get("parallel_attention") != "one"
+
+
+def has_field(name: str):
+    """Whether the config's field ``name`` is on."""
+    return lambda config, layer: bool(config.get(name))
+
+
+def has_learned_positions(config, layer) -> bool:
+    return config.position_embedding_type == "learned_absolute"
 
 
 def _hidden(c):
@@ -118,24 +140,34 @@ def _vocab(c):
 
 SLOTS = {
     "embed": Slot("embedding.word_embeddings.weight", _vocab, tp_dim=0, vocab=True),
-    "attn_norm": Slot(LAYER + "input_layernorm.weight", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+    "embed_norm": Slot("embedding.norm.weight", _hidden, when=has_field("embedding_norm")),
+    "embed_norm_bias": Slot("embedding.norm.bias", _hidden, when=_both(has_field("embedding_norm"), has_norm_bias)),
+    "positions": Slot("embedding.position_embeddings.weight",
+                      lambda c: (c.max_position_embeddings + c.get("position_offset", 0), c.hidden_size), when=has_learned_positions),
+    "attn_norm": Slot(LAYER + "input_layernorm.weight", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_weight",
+                      when=has_input_norm),
     "attn_norm_bias": Slot(LAYER + "input_layernorm.bias", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_bias",
-                           when=has_norm_bias),
+                           when=_both(has_input_norm, has_norm_bias)),
     "qkv": Slot(LAYER + "self_attention.linear_qkv.weight", lambda c: (_qkv(c), c.hidden_size), packing=QKV, tp_dim=0),
     "qkv_bias": Slot(LAYER + "self_attention.linear_qkv.bias", lambda c: (_qkv(c),), packing=QKV, tp_dim=0, when=has_qkv_bias),
     "q_norm": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
     "k_norm": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
+    "q_norm_wide": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (_heads(c),), tp_dim=0, when=has_field("wide_qk_norm")),
+    "k_norm_wide": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.num_query_groups * c.kv_channels,), tp_dim=0,
+                        when=has_field("wide_qk_norm")),
     "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1),
     "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),
-    "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_dense),
+    "attn_sum_norm": Slot(LAYER + "self_attn_bda.norm.weight", _hidden, when=has_field("sublayer_output_norm")),
+    "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=has_mlp_norm),
     "mlp_norm_bias": Slot(LAYER + "pre_mlp_layernorm.bias", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_bias",
-                          when=_both(is_dense, has_norm_bias)),
+                          when=_both(has_mlp_norm, has_norm_bias)),
     "mlp_in": Slot(LAYER + "mlp.linear_fc1.weight", lambda c: (_mlp_rows(c, c.ffn_hidden_size), c.hidden_size),
                    packing=GLU, tp_dim=0, when=is_dense),
     "mlp_in_bias": Slot(LAYER + "mlp.linear_fc1.bias", lambda c: (_mlp_rows(c, c.ffn_hidden_size),),
                         packing=GLU, tp_dim=0, when=_both(is_dense, has_linear_bias)),
     "mlp_out": Slot(LAYER + "mlp.linear_fc2.weight", lambda c: (c.hidden_size, c.ffn_hidden_size), tp_dim=1, when=is_dense),
     "mlp_out_bias": Slot(LAYER + "mlp.linear_fc2.bias", _hidden, when=_both(is_dense, has_linear_bias)),
+    "mlp_sum_norm": Slot(LAYER + "mlp_bda.norm.weight", _hidden, when=has_field("sublayer_output_norm")),
     "moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, disk=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_moe),
     "router": Slot(LAYER + "mlp.router.weight", lambda c: (c.num_moe_experts, c.hidden_size), when=is_moe),
     "expert_in": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",

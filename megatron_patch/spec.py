@@ -18,13 +18,16 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
     Raises ValueError for an unknown ``layer_impl``, for 'te' without Transformer Engine and for grouped products of experts without it.
     """
     require(layer_impl)
+    needed = edits(config)
+    if layer_impl == "te" and needed:
+        raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(needed)} of this model; use --transformer-impl native.")
     if layer_impl == "native" and getattr(config, "moe_grouped_gemm", False):
         raise ValueError("moe_grouped_gemm needs layer_impl 'te': the native layers run experts one after another, to the same result.")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=layer_impl == "te", normalization=config.normalization,
                                       vp_stage=vp_stage)
-    return spec if layer_impl == "te" else localize(spec)
+    return spec if layer_impl == "te" else localize(spec, config)
 
 
 def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
@@ -34,7 +37,7 @@ def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=layer_impl == "te", vp_stage=vp_stage)
-    return found if found is None or layer_impl == "te" else localize(found)
+    return found if found is None or layer_impl == "te" else localize(found, config)
 
 
 def require(layer_impl: str) -> None:
@@ -53,33 +56,74 @@ def _missing(package: str) -> bool:
         return True
 
 
-def localize(spec):
-    """A copy of any spec with upstream's torch norm, core attention and MLA down-projections replaced by ours."""
+EDITS = ("alibi", "attn_logit_softcap", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
+
+
+def edits(config) -> list[str]:
+    """The fields of layers.config.Own by which this model's layers differ from upstream's."""
+    from megatron_patch.layers.config import own
+
+    return [name for name in EDITS if own(config, name)]
+
+
+def localize(spec, config):
+    """A copy of any spec with upstream's torch norm, core attention and MLA down-projections replaced by ours, and with what ``config``
+    asks for beyond upstream's fields (layers.config.Own)."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    from megatron_patch.layers import residual, scores
     from megatron_patch.layers.attention import CoreAttention
+    from megatron_patch.layers.config import own
     from megatron_patch.layers.norm import Norm
 
-    return _rewrite(spec, {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention})
+    def chosen(usual, **others):
+        return next((module for name, module in others.items() if own(config, name)), usual)
+
+    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention)
+    layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
+    return _rewrite(spec, {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer}, config)
 
 
-def _rewrite(node, swaps):
+def _rewrite(node, swaps, config):
     """Walk ModuleSpec, dataclass, partial, list and dict; upstream shares spec objects, so every level is copied."""
     if isinstance(node, type):
         return swaps.get(node, node)
     if isinstance(node, functools.partial):
-        return functools.partial(_rewrite(node.func, swaps), *[_rewrite(a, swaps) for a in node.args],
-                                 **{k: _rewrite(v, swaps) for k, v in node.keywords.items()})
-    if dataclasses.is_dataclass(node):
+        return functools.partial(_rewrite(node.func, swaps, config), *[_rewrite(a, swaps, config) for a in node.args],
+                                 **{k: _rewrite(v, swaps, config) for k, v in node.keywords.items()})
+    if dataclasses.is_dataclass(node) and node is not config:
         out = copy.copy(node)
         for f in dataclasses.fields(node):
-            setattr(out, f.name, _rewrite(getattr(node, f.name), swaps))
-        return _own_activation(_replicate_latents(out))
+            setattr(out, f.name, _rewrite(getattr(node, f.name), swaps, config))
+        return _own_sums(_own_activation(_replicate_latents(out)), config)
     if isinstance(node, (list, tuple)):
-        return type(node)(_rewrite(v, swaps) for v in node)
+        return type(node)(_rewrite(v, swaps, config) for v in node)
     if isinstance(node, dict):
-        return {k: _rewrite(v, swaps) for k, v in node.items()}
+        return {k: _rewrite(v, swaps, config) for k, v in node.items()}
+    return node
+
+
+def _own_sums(node, config):
+    """In the submodules of a layer: which norms there are, and how a sublayer's output joins the residual stream."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_patch.layers import residual
+    from megatron_patch.layers.config import own
+    from megatron_patch.layers.qk_norm import WideKeyNorm, WideQueryNorm
+
+    if hasattr(node, "self_attn_bda") and hasattr(node, "mlp_bda"):
+        total = residual.NormedSum if own(config, "sublayer_output_norm") else residual.ScaledNormSum
+        if own(config, "sublayer_output_norm") or own(config, "residual_alpha"):
+            node.self_attn_bda = node.mlp_bda = ModuleSpec(module=total, params={"config": config})
+        if not own(config, "sublayer_input_norm"):
+            node.input_layernorm = IdentityOp
+        if not own(config, "sublayer_input_norm") or own(config, "parallel_attention") == "one":
+            node.pre_mlp_layernorm = IdentityOp
+    if hasattr(node, "linear_qkv") and own(config, "wide_qk_norm"):
+        node.q_layernorm, node.k_layernorm = WideQueryNorm, WideKeyNorm
     return node
 
 
@@ -103,20 +147,30 @@ def _own_activation(node):
     return node
 
 
-def for_stock(model_config, vp_stage=None):
-    """The spec as stock Megatron-LM asks for it: ``model_config.transformer`` is the TransformerConfig.
+def for_stock(family):
+    """The spec of ``family`` as stock Megatron-LM asks for it: ``model_config.transformer`` is the TransformerConfig.
 
     Source: megatron/training/models/gpt.py (0.19.2), transformer_layer_spec.
     """
-    return block_spec(getattr(model_config, "transformer", model_config), "native", vp_stage)
+
+    def spec(model_config, vp_stage=None):
+        from megatron_patch.layers.config import Own
+
+        own = sorted(set(family.config) & {f.name for f in dataclasses.fields(Own)} - {"embedding_dropout"})  # that is the user's to set
+        if own:
+            raise ValueError(f"--spec megatron_patch.spec {family.name}: stock Megatron-LM has no settings for {', '.join(own)}, without "
+                             f"which the model would be another one; train it with megatron_patch.pretrain.")
+        return block_spec(getattr(model_config, "transformer", model_config), "native", vp_stage)
+
+    return spec
 
 
 def _register_families() -> None:
     """One name per family, because stock's --spec looks names up in the module's namespace."""
     from megatron_patch import registry
 
-    for name in registry.families():
-        globals().setdefault(name, for_stock)
+    for name, family in registry.families().items():
+        globals().setdefault(name, for_stock(family))
 
 
 _register_families()

@@ -114,25 +114,31 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         method = dict(raw["quantization_config"]).get("quant_method", "?")
         raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
     family = registry.find(raw.get("model_type"))
-    hf = hf_object(raw, where)
+    hf = hf_object(family.modern(dict(raw)), where)
+    family = family.variant(hf)
     try:
         fields = family.read(hf)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
-    _check_sizes(fields, hf, where)
-    rope = read_rope(hf)
+    _check_sizes(fields, hf, family.names, where)
+    names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
+    rope = read_rope(hf) if positions == "rope" else Rope()
     if rope.percent != 1.0 and not family.partial_rotary:
         raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
                          f"rotates whole heads; remove it, or correct model_type.")
     return ModelConfig(
-        family=family, hf=dict(raw), fields=fields, vocab_size=int(hf.vocab_size), rope=rope,
-        tied=bool(getattr(hf, "tie_word_embeddings", False)), dtype=_dtype(raw),
-        max_position_embeddings=int(getattr(hf, "max_position_embeddings", 0) or 2048))
+        family=family, hf=dict(raw), fields=fields, vocab_size=_size(hf, names, "vocab_size"), rope=rope,
+        tied=bool(getattr(hf, "tie_word_embeddings", family.tied)), dtype=_dtype(raw), position_embedding_type=positions,
+        max_position_embeddings=_size(hf, names, "max_position_embeddings") or 2048)
 
 
-def _check_sizes(fields, hf, where):
+def _size(hf, names, name) -> int:
+    return int(getattr(hf, names.get(name, name), 0) or 0)
+
+
+def _check_sizes(fields, hf, names, where):
     sizes = {k: fields.get(k) for k in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-                                        "kv_channels")} | {"vocab_size": getattr(hf, "vocab_size", None)}
+                                        "kv_channels")} | {"vocab_size": getattr(hf, names.get("vocab_size", "vocab_size"), None)}
     bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}
     if bad:
         raise ValueError(f"{where}: expected positive integers, found {bad}")
@@ -160,8 +166,7 @@ def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
     for key, entry in config.family.config.items():
         if config.get(key) != before.get(key):
             out.update(entry.write(config.get(key)))
-    own = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings}
-    old = {"vocab_size": before.vocab_size, "tie_word_embeddings": before.tied, "max_position_embeddings": before.max_position_embeddings}
+    own, old = _own_keys(config), _own_keys(before)
     out.update({k: v for k, v in own.items() if v != old[k]})
     if config.rope != before.rope:
         out.update(config.rope.v4_keys() if "rope_theta" in out else {"rope_parameters": config.rope.parameters()})
@@ -170,8 +175,14 @@ def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
     return out
 
 
+def _own_keys(config) -> dict:
+    names = config.family.names
+    return {names.get(k, k): v for k, v in (("vocab_size", config.vocab_size), ("tie_word_embeddings", config.tied),
+                                            ("max_position_embeddings", config.max_position_embeddings))}
+
+
 def _fresh(config, dtype_name) -> dict:
+    rope = {"rope_parameters": config.rope.parameters(), **config.rope.v4_keys()} if config.position_embedding_type == "rope" else {}
     return {
         "architectures": list(config.family.architectures), "model_type": config.family.model_types[0], **config.family.write(config),
-        "vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": config.rope.parameters(), **config.rope.v4_keys(), "dtype": dtype_name, "torch_dtype": dtype_name}
+        **_own_keys(config), **rope, "dtype": dtype_name, "torch_dtype": dtype_name}

@@ -1,18 +1,36 @@
 """Llama 1, 2, 3, 3.1, 3.2, CodeLlama, Yi, SmolLM2; Mistral. Source: transformers/models/llama, models/mistral."""
 
+from functools import partial
+
 import torch.nn.functional as F
 
 from megatron_patch.family import Family, Field, fixed
 
 H = "model.layers.{layer}."
-ACTIVATIONS = {"silu": F.silu}
+TANH_GELU = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": TANH_GELU, "gelu_new": TANH_GELU, "relu": F.relu}
 
 
-def activation(name, hf):
-    """The torch function of ``hidden_act``. Raises ValueError for one that this family does not have."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"hidden_act '{name}' is not supported by model_type '{hf.model_type}'; expected {sorted(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
+def activation(key: str) -> Field:
+    """activation_func, named by config.json's ``key``."""
+
+    def function(name, hf):
+        if name not in ACTIVATIONS:
+            raise ValueError(f"{key} '{name}' is not supported by model_type '{hf.model_type}'; expected {sorted(ACTIVATIONS)}.")
+        return ACTIVATIONS[name]
+
+    return Field(key, function, lambda f: next(name for name, known in ACTIVATIONS.items() if known is f))
+
+
+def must_be(key: str, value):
+    """A check that config.json's ``key`` is ``value`` or absent: the family has no other."""
+
+    def check(hf):
+        found = getattr(hf, key, None)
+        if found is not None and found != value:
+            raise ValueError(f"{key}={found!r} is not supported by model_type '{hf.model_type}'; expected {value!r}.")
+
+    return check
 
 
 def has_biases(hf) -> bool:
@@ -46,17 +64,9 @@ def layer_types(pattern):
     return {"layer_types": ["sliding_attention" if on else "full_attention" for on in pattern]} if pattern else {}
 
 
-def dropout(residual: str, embedding: str) -> Field:
-    """hidden_dropout of a config that has a rate for each; Megatron has one for both, so they must be alike."""
-
-    def one_rate(rate, hf):
-        other = getattr(hf, embedding, None) or 0.0
-        if rate != other:
-            raise ValueError(f"{residual}={rate} with {embedding}={other} is not supported: Megatron-core has one rate for both "
-                             f"(hidden_dropout); set them alike in config.json.")
-        return rate
-
-    return Field(residual, one_rate, lambda rate: {residual: rate, embedding: rate}, default=0.0)
+def dropout(residual: str, embedding: str | None = None) -> dict:
+    """Rates on the residual stream and on the embeddings, for which Megatron-core has one field; no rate for the latter means none."""
+    return dict(hidden_dropout=Field(residual, default=0.0), embedding_dropout=Field(embedding, default=0.0) if embedding else fixed(0.0))
 
 
 BIASES = dict(
@@ -73,7 +83,7 @@ LLAMA = Family(
         layernorm_epsilon=Field("rms_norm_eps"), init_method_std=Field("initializer_range", default=0.02),
         attention_dropout=Field("attention_dropout", default=0.0), hidden_dropout=fixed(0.0),
         normalization=fixed("RMSNorm"), gated_linear_unit=fixed(True),
-        activation_func=Field("hidden_act", activation, lambda f: next(k for k, v in ACTIVATIONS.items() if v is f)),
+        activation_func=activation("hidden_act"),
         add_bias_linear=Field("attention_bias", lambda _, hf: has_biases(hf), lambda on: dict(attention_bias=on, mlp_bias=on),
                               default=has_biases)),
     weights=dict(

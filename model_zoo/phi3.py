@@ -5,6 +5,6 @@ from model_zoo.llama import BIASES, LLAMA, NO_BIAS, WINDOW, H, dropout
 
 PHI3 = LLAMA.extend(
     "phi3", model_types=("phi3",), architectures=("Phi3ForCausalLM",),
-    config={**WINDOW, **NO_BIAS, "hidden_dropout": dropout("resid_pdrop", "embd_pdrop")},
+    config={**WINDOW, **NO_BIAS, **dropout("resid_pdrop", "embd_pdrop")},
     weights=dict(qkv=(H + "self_attn.qkv_proj.weight",), mlp_in=(H + "mlp.gate_up_proj.weight",)),
     packings=dict(qkv=FLAT_QKV, mlp_in=FLAT_GLU), drop=tuple(BIASES), partial_rotary=True)

@@ -132,7 +132,7 @@ def _holders(placement, config, places) -> list[int]:
     if placement.layer is not None:
         pp = next(r for r, row in enumerate(layout.stages(config)) if any(placement.layer in s for s in row))
     else:
-        pp = 0 if placement.key == "embed" else config.pipeline_model_parallel_size - 1
+        pp = 0 if placement.slot.first else config.pipeline_model_parallel_size - 1
     if placement.slot.expert:
         ep = placement.expert // (config.num_moe_experts // config.expert_model_parallel_size)
         mine = {p.etp: r for r, p in enumerate(places) if p.pp == pp and p.ep == ep and p.expert_dp == 0}

@@ -63,8 +63,8 @@ def plan(family, config, *, layers=None, experts=None) -> Iterator[Placement]:
     Parameters without a layer come first (embedding) and last (final norm, head).
     """
     keys = [key for key in SLOTS if key in family.weights]
-    head = [k for k in keys if not SLOTS[k].per_layer and k != "embed"]
-    yield from _at(family, [k for k in keys if k == "embed"], config, None, None)
+    head = [k for k in keys if not SLOTS[k].per_layer and not SLOTS[k].first]
+    yield from _at(family, [k for k in keys if SLOTS[k].first], config, None, None)
     for layer in range(config.num_layers) if layers is None else layers:
         yield from _at(family, [k for k in keys if SLOTS[k].per_layer], config, layer, experts)
     yield from _at(family, head, config, None, None)

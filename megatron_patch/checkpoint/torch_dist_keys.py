@@ -52,7 +52,7 @@ def extra_states(config, stacked: bool) -> list[str]:
     """Keys of the `_extra_state` objects that a native or a TE model asks for; a missing one is fatal to core's reader."""
     found = {}
     for place in plan(config.family, config):
-        if place.key in ("embed", "head"):
+        if place.slot.first or place.key == "head":
             continue
         for at in disk_tensors(place, config, stacked):
             module = at.key.rsplit(".", 1)[0]

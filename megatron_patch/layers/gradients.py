@@ -5,6 +5,7 @@ main_grad afterwards. The product of linear layers is in platform/cpu/core.py, W
 """
 
 from megatron_patch import platform
+from megatron_patch.layers.config import own
 from megatron_patch.platform.cpu.core import WeightGradients
 
 
@@ -34,7 +35,8 @@ def _switch(name, module, chunk) -> bool:
     from megatron_patch.layers.head import ChunkedLossModel
 
     if isinstance(module, ChunkedLossModel) and module.shard:
-        module.shard.in_place = not _is_shared(chunk)  # upstream has the gradient of a shared weight added to main_grad by DDP
+        normed = own(chunk.config, "head_norm")  # then the product's weight is another tensor
+        module.shard.in_place = not (normed or _is_shared(chunk))  # upstream has the gradient of a shared weight added to main_grad by DDP
         return False
     if getattr(module, "weight", None) is None or not hasattr(module.weight, "main_grad"):
         return False

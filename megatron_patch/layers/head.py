@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -10,16 +11,22 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_patch.layers.config import own
 from megatron_patch.layers.loss import Shard, chunked_cross_entropy
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Upstream's output layer, called as ever (its hooks gather parameters), that can return (hidden, weight) for logits."""
+    """Upstream's output layer, called as ever (its hooks gather parameters), that can return (hidden, weight) for logits.
+
+    With head_norm the rows of the weight [v / TP, h] count with length 1. Source: Baichuan2's NormHead.
+    """
 
     handing_over = False
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """((hidden, weight), None) while handing over, else upstream's (logits, bias)."""
+        if own(self.config, "head_norm"):
+            weight = F.normalize(self.weight if weight is None else weight)
         if self.handing_over:
             return (input_, self.weight if weight is None else weight), None
         return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
@@ -79,3 +86,9 @@ class ChunkedLossModel(GPTModel):
                 and more.get("inference_context") is None and more.get("output_processor") is None
                 and not (config.mtp_num_layers or config.cross_entropy_loss_fusion or config.defer_embedding_wgrad_compute
                          or getattr(config, "use_mup", False)))
+
+
+def cap_logits(output_layer, cap: float | None) -> None:
+    """Make the logits cap * tanh(logits / cap). Call before padded rows are hidden. Source: transformers models/gemma2."""
+    if cap:
+        output_layer.register_forward_hook(lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), *output[1:]))

@@ -72,7 +72,7 @@ def count(config, layers, *, first: bool, last: bool) -> tuple[int, int]:
             expert += copies * _numel(placement, config)
         else:
             dense += copies * _numel(placement, config)
-    if first and config.position_embedding_type == "learned_absolute":
+    if first and config.family is None and config.position_embedding_type == "learned_absolute":
         dense += config.max_position_embeddings * config.hidden_size
     return dense, expert
 
@@ -83,7 +83,7 @@ def _copies(placement: Placement, config, first: bool, last: bool) -> int:
     if placement.key == "embed":
         # The last stage of a pipeline has a copy of tied embeddings.
         return int(first) + int(last and config.tied and config.pipeline_model_parallel_size > 1)
-    return int(last)
+    return int(first if placement.slot.first else last)
 
 
 def _numel(placement: Placement, config) -> int:

@@ -1,0 +1,75 @@
+"""Core attention whose scores are more than q k^T * scale: linear position biases (ALiBi) and soft caps.
+
+Shape suffixes: S query length, K key length, B batch, N heads, G key/value groups, D head dim.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_patch.layers.attention import CoreAttention
+from megatron_patch.layers.masks import visible
+
+
+def slopes(heads: int) -> Tensor:
+    """[heads] ALiBi slopes: 2^(-8 i / n) for a power of two n; other counts take every second slope of 2 n for the rest.
+
+    Source: Press, Smith and Lewis, Train Short, Test Long (2022), and its released code.
+    """
+    n = 2 ** math.floor(math.log2(heads))
+    first = 2.0 ** (-8.0 / n * torch.arange(1, n + 1))
+    rest = 2.0 ** (-4.0 / n * torch.arange(1, 2 * (heads - n) + 1, 2))
+    return torch.cat([first, rest])
+
+
+class _Masked(CoreAttention):
+    """Attention that needs its mask written out; flash-attn is left aside."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.flash = None
+
+    def _seen(self, q_SBND, k_KBGD, mask, is_causal) -> Tensor:
+        s, k = q_SBND.shape[0], k_KBGD.shape[0]
+        if mask is None:
+            at = torch.arange(k, device=q_SBND.device)
+            mask = visible(at[k - s:], at, causal=is_causal, window=None)
+        return mask
+
+
+class AlibiAttention(_Masked):
+    """Scores plus slope * key position, which differs from slope * (key - query) by what softmax drops.
+
+    ``alibi`` 'bf16': slopes and products rounded to bf16 and scaled with the scores, as Falcon does.
+    Source: transformers models/bloom and models/falcon, build_alibi_tensor.
+    """
+
+    def _sdpa(self, q_SBND, k_KBGD, v_KBGD, mask, is_causal):
+        heads, k = q_SBND.shape[2], k_KBGD.shape[0]
+        first = parallel_state.get_tensor_model_parallel_rank() * heads
+        slopes_N = slopes(self.config.num_attention_heads)[first:first + heads].to(q_SBND.device)
+        at_K = torch.arange(k, device=q_SBND.device)
+        if self.config.alibi == "bf16":
+            bias = (slopes_N.bfloat16()[:, None] * at_K.bfloat16()).float() / math.sqrt(q_SBND.shape[-1])
+        else:
+            bias = slopes_N[:, None] * (at_K - (k - 1))
+        seen = self._seen(q_SBND, k_KBGD, mask, is_causal)
+        bias_NSK = bias[:, None, :].to(q_SBND.dtype).masked_fill(~seen, float("-inf"))
+        return super()._sdpa(q_SBND, k_KBGD, v_KBGD, bias_NSK, False)
+
+
+class SoftcapAttention(_Masked):
+    """softmax(cap * tanh(scores / cap)) v. Source: transformers models/gemma2, eager_attention_forward."""
+
+    def _sdpa(self, q_SBND, k_KBGD, v_KBGD, mask, is_causal):
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_KBGD, v_KBGD))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        cap, scale = self.config.attn_logit_softcap, self.softmax_scale or q.shape[-1] ** -0.5
+        scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / cap))
+        scores = scores.masked_fill(~self._seen(q_SBND, k_KBGD, mask, is_causal), float("-inf"))
+        share = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        out = self._dropping(lambda: F.dropout(share, self.dropout, self.training)) @ v
+        return out.permute(2, 0, 1, 3)
