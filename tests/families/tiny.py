@@ -58,17 +58,19 @@ MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 
 def build(case: str, seed: int = 0, **overrides):
-    """A random HF model of ``case`` in fp32, eval mode, eager attention."""
+    """A random HF model of ``case`` in fp32, eval mode, eager attention; SDPA for Falcon with ALiBi, whose biases Transformers 5.24 adds
+    twice in its eager attention (once in the mask, once to the scores)."""
     import transformers
 
     name, more = CASES[case]
     config = getattr(transformers, name)(**{**SIZES, **more, **overrides})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    attention = "sdpa" if case == "falcon_rw" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter_name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
-        p.data = 1 + 0.3 * noise if parameter_name.endswith("norm.weight") else 0.12 * noise
+        p.data = 1 + 0.3 * noise if p.dim() == 1 and parameter_name.endswith(".weight") else 0.12 * noise
     return model
 
 
