@@ -84,6 +84,7 @@ class Family:
     packings: Mapping[str, Packing] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
+    two_ropes: bool = False  # layers with a sliding window may rotate by another table
     positions: str | Callable[[Any], str] = "rope"
     names: Mapping[str, str] = field(default_factory=dict)
     tied: bool = False  # what a config.json that does not say means

@@ -69,6 +69,7 @@ def edits(config) -> list[str]:
 def localize(spec, config):
     """A copy of any spec with upstream's torch norm, core attention and MLA down-projections replaced by ours, and with what ``config``
     asks for beyond upstream's fields (layers.config.Own)."""
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -77,13 +78,16 @@ def localize(spec, config):
     from megatron_patch.layers.attention import CoreAttention
     from megatron_patch.layers.config import own
     from megatron_patch.layers.norm import Norm
+    from megatron_patch.layers.qk_norm import WideNormAttention
 
     def chosen(usual, **others):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
     attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
-    return _rewrite(spec, {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer}, config)
+    swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
+             SelfAttention: chosen(SelfAttention, wide_qk_norm=WideNormAttention)}
+    return _rewrite(spec, swaps, config)
 
 
 def _rewrite(node, swaps, config):
@@ -112,7 +116,6 @@ def _own_sums(node, config):
 
     from megatron_patch.layers import residual
     from megatron_patch.layers.config import own
-    from megatron_patch.layers.qk_norm import WideKeyNorm, WideQueryNorm
 
     if hasattr(node, "self_attn_bda") and hasattr(node, "mlp_bda"):
         total = residual.NormedSum if own(config, "sublayer_output_norm") else residual.ScaledNormSum
@@ -122,8 +125,6 @@ def _own_sums(node, config):
             node.input_layernorm = IdentityOp
         if not own(config, "sublayer_input_norm") or own(config, "parallel_attention") == "one":
             node.pre_mlp_layernorm = IdentityOp
-    if hasattr(node, "linear_qkv") and own(config, "wide_qk_norm"):
-        node.q_layernorm, node.k_layernorm = WideQueryNorm, WideKeyNorm
     return node
 
 

@@ -122,7 +122,7 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
     _check_sizes(fields, hf, family.names, where)
     names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
-    rope = read_rope(hf) if positions == "rope" else Rope()
+    rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
     if rope.percent != 1.0 and not family.partial_rotary:
         raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
                          f"rotates whole heads; remove it, or correct model_type.")

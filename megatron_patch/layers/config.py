@@ -22,7 +22,6 @@ class Own:
     sublayer_output_norm: bool = False  # x + n(sublayer(...))
     residual_alpha: float | None = None  # alpha * n(x) + sublayer(n(x))
     wide_qk_norm: bool = False  # one norm over all heads, before they are split
-    sliding_rotary_base: float | None = None  # rope base of the layers with a sliding window
 
 
 @dataclass

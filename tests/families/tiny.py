@@ -40,6 +40,15 @@ CASES = {
     "gemma": ("GemmaConfig", dict(head_dim=32, tie_word_embeddings=True)),
     "gemma2": ("Gemma2Config", dict(head_dim=16, sliding_window=24, query_pre_attn_scalar=32, tie_word_embeddings=True,
                                     attn_logit_softcapping=4.0, final_logit_softcapping=8.0)),
+    "gemma3": ("Gemma3TextConfig", dict(
+        head_dim=16, sliding_window=24, query_pre_attn_scalar=32, tie_word_embeddings=True, sliding_window_pattern=2,
+        rope_parameters=dict(full_attention=dict(rope_type="linear", factor=2.0, rope_theta=10000.0),
+                             sliding_attention=dict(rope_type="default", rope_theta=500.0)))),
+    "phi3_long": ("Phi3Config", dict(original_max_position_embeddings=64, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[1.0 + i / 2 for i in range(8)]))),
+    "phi4_mini": ("Phi3Config", dict(original_max_position_embeddings=64, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=[1.0] * 6,
+        long_factor=[1.0 + i / 2 for i in range(6)]))),
     "olmo2": ("Olmo2Config", {}),
     "bloom": ("BloomConfig", dict(n_layer=4, n_head=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True, seq_length=128)),
     "falcon": ("FalconConfig", dict(layer_norm_epsilon=1e-3, num_kv_heads=4, tie_word_embeddings=True)),
