@@ -35,9 +35,13 @@ class Rope:
         return out
 
     def v4_keys(self) -> dict:
-        """HF's v4 keys: rope_theta and rope_scaling at top level."""
+        """HF's v4 keys: rope_theta and rope_scaling at top level, and what Phi-3 has there too."""
         scaling = None if self.type == "default" else {"rope_type": self.type, **self.scaling}
         local = {} if self.sliding is None else {"rope_local_base_freq": self.sliding.theta}
+        if self.percent != 1.0:
+            local["partial_rotary_factor"] = self.percent
+        if self.type == "longrope":
+            local["original_max_position_embeddings"] = self.scaling["original_max_position_embeddings"]
         return {"rope_theta": self.theta, "rope_scaling": scaling, **local}
 
     def table(self, head_dim: int, max_position_embeddings: int, length: int | None = None) -> tuple[Tensor, float]:

@@ -66,16 +66,23 @@ CASES = {
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 
+def config(case: str, **overrides):
+    """The HF config object of ``case``."""
+    import transformers
+
+    name, more = CASES[case]
+    return getattr(transformers, name)(**{**SIZES, **more, **overrides})
+
+
 def build(case: str, seed: int = 0, **overrides):
     """A random HF model of ``case`` in fp32, eval mode, eager attention; SDPA for Falcon with ALiBi, whose biases Transformers 5.24 adds
     twice in its eager attention (once in the mask, once to the scores)."""
     import transformers
 
-    name, more = CASES[case]
-    config = getattr(transformers, name)(**{**SIZES, **more, **overrides})
     torch.manual_seed(seed)
     attention = "sdpa" if case == "falcon_rw" else "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config(case, **overrides), attn_implementation=attention, dtype=torch.float32)
+    model.eval()
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter_name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)

@@ -145,13 +145,13 @@ def one_step(config, chunks, tokens, labels, wrapped=None) -> float:
 def farthest(expected, got) -> list:
     """[largest |difference| relative to the largest entry of its tensor, its name]; a missing or extra name is infinitely far.
 
-    A tensor that is nothing but rounding, as the gradient of a key's bias without rotation, counts by 3e-4 of the largest of all."""
+    A tensor that is nothing but rounding, as the gradient of a key's bias without rotation, counts by 1e-3 of the largest of all."""
     from safetensors.torch import load_file
 
     theirs, ours = (load_file(f"{folder}/model.safetensors") for folder in (expected, got))
     if set(theirs) != set(ours):
         return [1e9, str(sorted(set(theirs) ^ set(ours)))]
-    least = 3e-4 * max(v.abs().max().item() for v in theirs.values())
+    least = 1e-3 * max(v.abs().max().item() for v in theirs.values())
     gaps = {k: torch.nan_to_num((ours[k] - v).abs(), nan=1e9).max().item() / max(v.abs().max().item(), least) for k, v in theirs.items()}
     name = max(gaps, key=gaps.get)
     return [gaps[name], name]
