@@ -89,6 +89,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
+    rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'
     variants: tuple[tuple[Callable[[Any], bool], "Family"], ...] = ()  # the first whose test an HF config passes stands for this one
     checks: tuple[Callable[[Any], None], ...] = ()
 

@@ -1,12 +1,13 @@
 """Rotary embeddings as Hugging Face configures them: read both config.json forms, and take HF's own frequency table."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "qwen_ntk")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -49,9 +50,9 @@ class Rope:
 
         Source: transformers/modeling_rope_utils.py, ROPE_INIT_FUNCTIONS; the plain table is theta^(-2i/d).
         """
-        if self.type == "default":
+        if self.type in ("default", "qwen_ntk"):
             dim = int(head_dim * self.percent)
-            return 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)), 1.0
+            return 1.0 / (self._base(dim, length) ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)), 1.0
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -59,6 +60,13 @@ class Rope:
                               max_position_embeddings=max_position_embeddings, rope_parameters=replace(self, sliding=None).parameters())
         inv_freq, factor = ROPE_INIT_FUNCTIONS[self.type](carrier, torch.device("cpu"), **({"seq_len": length} if length else {}))
         return inv_freq.float(), float(factor)
+
+    def _base(self, dim, length) -> float:
+        """theta; for Qwen's dynamic NTK it grows with every doubling of seq_length. Source: Qwen-7B's modeling_qwen.py."""
+        if self.type != "qwen_ntk" or not length:
+            return self.theta
+        alpha = 2 ** math.ceil(math.log2(length / self.scaling["seq_length"]) + 1) - 1
+        return self.theta * max(alpha, 1) ** (dim / (dim - 2))
 
 
 def read_rope(hf, *, two: bool = False) -> Rope:

@@ -16,6 +16,7 @@ class Own:
     embedding_multiplier: float | None = None
     embedding_dropout: float | None = None  # None: that of the residual stream
     position_offset: int = 0  # first row of the learned positions
+    logn_length: int | None = None  # from here on a query grows with the log of its position, in inference
     head_norm: bool = False  # rows of the output layer have length 1 in the product
     parallel_attention: str | None = None  # x + attention(n(x)) + mlp(n'(x)): 'one' norm for both, or 'two'
     sublayer_input_norm: bool = True

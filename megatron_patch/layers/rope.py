@@ -2,6 +2,7 @@
 the length. The numbers are Transformers' own, from megatron_patch.rope."""
 
 import copy
+import math
 
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -15,8 +16,10 @@ def use_tables(model, config) -> None:
     _set(rotary, rope.table(config.kv_channels, longest)[0])
     if rope.limit(longest):
         rotary.register_forward_pre_hook(_refusal(rope.limit(longest)), with_kwargs=True)
-    if rope.type == "longrope":
+    if rope.type in ("longrope", "qwen_ntk"):
         rotary.register_forward_pre_hook(_by_length(rope, config.kv_channels, longest), with_kwargs=True)
+    if config.get("logn_length"):
+        _grow_queries(model, config.logn_length)
     if rope.sliding is not None:
         _slide(model, rotary, rope.sliding.table(config.kv_channels, longest)[0])
     factor = rope.table(config.kv_channels, longest)[1]
@@ -41,10 +44,29 @@ def _refusal(limit: int):
 
 
 def _by_length(rope, head_dim, longest):
-    """One set of factors up to the original length and another beyond. Source: transformers longrope_frequency_update."""
+    """One set of factors up to the original length and another beyond, Qwen's in inference only. Source: transformers
+    longrope_frequency_update; Qwen-7B's modeling_qwen.py."""
     def choose(module, args, kwargs):
-        _set(module, rope.table(head_dim, longest, _length(args, kwargs))[0])
+        length = None if rope.type == "qwen_ntk" and module.training else _length(args, kwargs)
+        _set(module, rope.table(head_dim, longest, length)[0])
+        module.forward.cache_clear()  # upstream keeps tables by length, whatever the mode
     return choose
+
+
+def _grow_queries(model, length: int) -> None:
+    """In inference, the query at position p > ``length`` times log(p) / log(length). Source: Qwen-7B's modeling_qwen.py, logn."""
+    def grow(module, args):
+        query, key, *rest = args
+        if module.training or key.shape[0] * module.config.context_parallel_size <= length:
+            return args
+        if module.config.context_parallel_size > 1:
+            raise ValueError(f"use_logn_attn beyond {length} tokens is not supported with context parallelism; use CP 1 for inference.")
+        at = torch.arange(key.shape[0] - query.shape[0], key.shape[0], device=query.device) + 1
+        factor = (at.log() / math.log(length)).clamp(min=1).to(query.dtype)
+        return query * factor.view(-1, *[1] * (query.dim() - 1)), key, *rest
+
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(grow)
 
 
 def _slide(model, rotary, inv_freq) -> None:

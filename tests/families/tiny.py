@@ -4,6 +4,8 @@ Default initialisation gives logits with a standard deviation near 0.16, where a
 these weights are larger, and norm weights are not 1.
 """
 
+import importlib
+
 import torch
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1003,
@@ -61,8 +63,21 @@ CASES = {
     "gpt_bigcode_mha": ("GPTBigCodeConfig", dict(n_layer=4, n_head=4, n_embd=64, n_positions=128, layer_norm_epsilon=1e-3, resid_pdrop=0.0,
                                                  embd_pdrop=0.0, attn_pdrop=0.0, multi_query=False, tie_word_embeddings=True)),
     "opt": ("OPTConfig", dict(ffn_dim=128, word_embed_proj_dim=64, dropout=0.0, tie_word_embeddings=True)),
+    "baichuan": ("Baichuan", {}),
+    "baichuan_13b": ("Baichuan13B", {}),
+    "baichuan2": ("Baichuan2", {}),
+    "baichuan2_13b": ("Baichuan2With13B", {}),
+    "qwen": ("Qwen1", {}),
+    "qwen_beyond": ("Qwen1", dict(seq_length=40)),
+    "chatglm2": ("ChatGLM2", dict(rope_ratio=4, _name_or_path="THUDM/chatglm2-6b-32k")),
+    "chatglm3": ("ChatGLM3", {}),
+    "internlm2": ("InternLM2", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
+IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
+REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
+              "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
+              "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2"}
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 
@@ -71,14 +86,27 @@ def config(case: str, **overrides):
     import transformers
 
     name, more = CASES[case]
+    if name in REFERENCES:
+        return build(case, **overrides).config
     return getattr(transformers, name)(**{**SIZES, **more, **overrides})
 
 
+def raw_config(case: str) -> dict:
+    """config.json of ``case``."""
+    found = config(case)
+    return {**vars(found), "dtype": "float32"} if CASES[case][0] in REFERENCES else found.to_dict()
+
+
 def build(case: str, seed: int = 0, **overrides):
-    """A random HF model of ``case`` in fp32, eval mode, eager attention; SDPA for Falcon with ALiBi, whose biases Transformers 5.24 adds
-    twice in its eager attention (once in the mask, once to the scores)."""
+    """A random HF model of ``case`` in fp32, eval mode, or a reference model of tests/references.
+
+    Attention is eager, but SDPA for Falcon with ALiBi, whose biases Transformers 5.24 adds twice in its eager attention (once in the
+    mask, once to the scores)."""
     import transformers
 
+    if CASES[case][0] in REFERENCES:
+        module, name = REFERENCES[CASES[case][0]].split(":")
+        return getattr(importlib.import_module(f"tests.references.{module}"), name).tiny(seed, **CASES[case][1], **overrides)
     torch.manual_seed(seed)
     attention = "sdpa" if case == "falcon_rw" else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config(case, **overrides), attn_implementation=attention, dtype=torch.float32)

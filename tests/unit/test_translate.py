@@ -70,18 +70,19 @@ def test_fresh_config_reads_back(case):
     """Without a reference, config.json carries v4 and v5 keys, and Transformers' class reads the same sizes from it."""
     from transformers import AutoConfig
 
-    c = translate.from_hf(json.loads(json.dumps(tiny.config(case).to_dict())))
+    c = translate.from_hf(json.loads(json.dumps(tiny.raw_config(case))))
     fresh = translate.to_hf(c.replace(hf={}))
     again = translate.from_hf(json.loads(json.dumps(fresh)))
     assert again.family is c.family and dict(again.fields) == dict(c.fields) and again.rope == c.rope
     assert (again.vocab_size, again.tied, again.max_position_embeddings) == (c.vocab_size, c.tied, c.max_position_embeddings)
-    assert fresh.get("rope_theta", 0) == (c.rope.theta if c.position_embedding_type == "rope" else 0)
-    assert AutoConfig.for_model(**fresh).num_hidden_layers == 4
+    if tiny.CASES[case][0] not in tiny.REFERENCES:
+        assert fresh.get("rope_theta", 0) == (c.rope.theta if c.position_embedding_type == "rope" else 0)
+        assert AutoConfig.for_model(**fresh).num_hidden_layers == 4
 
 
 def test_every_family_has_a_case():
     """Each family of model_zoo/ is proven by at least one tiny model."""
-    assert {translate.from_hf(tiny.config(case).to_dict()).family.name for case in tiny.CASES} == set(registry.families())
+    assert {translate.from_hf(tiny.raw_config(case)).family.name for case in tiny.CASES} == set(registry.families())
 
 
 @pytest.mark.parametrize("changes, message", [
