@@ -51,6 +51,7 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
     from megatron_patch.layers.activation import is_plain_swiglu
     from megatron_patch.layers.entrance import equip
     from megatron_patch.layers.head import ChunkedLossModel, cap_logits
+    from megatron_patch.layers.prefix import mark_rows
     from megatron_patch.layers.rope import use_tables
 
     if not parallel_state.model_parallel_is_initialized():
@@ -66,6 +67,7 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
             position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
             rotary_base=config.rope.theta, mtp_block_spec=spec.mtp_spec(core, block, layer_impl, vp_stage), vp_stage=vp_stage)
     use_tables(model, config)
+    mark_rows(model, config)
     if pre_process:
         equip(model.embedding)
     if post_process:

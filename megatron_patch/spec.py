@@ -56,7 +56,7 @@ def _missing(package: str) -> bool:
         return True
 
 
-EDITS = ("alibi", "attn_logit_softcap", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
+EDITS = ("alibi", "attn_logit_softcap", "prefix_tokens", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
 
 
 def edits(config) -> list[str]:
@@ -74,7 +74,7 @@ def localize(spec, config):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_patch.layers import residual, scores
+    from megatron_patch.layers import prefix, residual, scores
     from megatron_patch.layers.attention import CoreAttention
     from megatron_patch.layers.config import own
     from megatron_patch.layers.norm import Norm
@@ -83,7 +83,8 @@ def localize(spec, config):
     def chosen(usual, **others):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
-    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention)
+    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
+                       prefix_tokens=prefix.PrefixAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
     swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
              SelfAttention: chosen(SelfAttention, wide_qk_norm=WideNormAttention)}

@@ -1,13 +1,47 @@
-"""ChatGLM2, ChatGLM3 and GLM-4-9B in their first form. Source: the modeling code beside the weights; tests/references/chatglm2.py."""
+"""ChatGLM-6B, ChatGLM2, ChatGLM3, GLM-4-9B in its first form, and GLM-130B.
+
+Source: the modeling code beside the weights; SwissArmyTransformer's GLM-130B; tests/references/chatglm.py, chatglm2.py, glm130b.py.
+"""
 
 import torch.nn.functional as F
 
 from megatron_patch.family import Family, Field, fixed
-from megatron_patch.packing import FLAT_GLU, FLAT_QKV
+from megatron_patch.packing import FLAT_GLU, FLAT_QKV, FLAT_UP_GATE
+from model_zoo import bloom
 from model_zoo.llama import dropout, must_be
 
 T = "transformer."
 H = T + "encoder.layers.{layer}."
+
+
+P = T + "layers.{layer}."
+
+
+def prefix(rotary: int, freezes: bool) -> dict:
+    """Blank filling: the special tokens that bound the context, and how positions go on after it."""
+    return dict(
+        prefix_tokens=Field("bos_token_id", lambda bos, hf: (bos, hf.gmask_token_id, hf.mask_token_id),
+                            lambda ids: dict(zip(("bos_token_id", "gmask_token_id", "mask_token_id"), ids))),
+        prefix_freezes=fixed(freezes), prefix_rotary=fixed(rotary),
+        residual_alpha=Field("num_layers", lambda n, hf: (2 * n) ** 0.5, lambda _: {}))
+
+
+CHATGLM = Family(
+    "chatglm", ("chatglm",), ("ChatGLMModel",), positions="none", names=dict(max_position_embeddings="max_sequence_length"),
+    config={**bloom.CONFIG, **bloom.heads("num_attention_heads"), **prefix(2, True), "num_layers": Field("num_layers"),
+            "ffn_hidden_size": Field("inner_hidden_size"), "layernorm_epsilon": Field("layernorm_epsilon"),
+            "hidden_dropout": fixed(0.0)},
+    weights=dict(
+        embed=(T + "word_embeddings.weight",), head=("lm_head.weight",),
+        **bloom.with_biases(final_norm=T + "final_layernorm.", attn_norm=P + "input_layernorm.", qkv=P + "attention.query_key_value.",
+                            attn_out=P + "attention.dense.", mlp_norm=P + "post_attention_layernorm.", mlp_in=P + "mlp.dense_h_to_4h.",
+                            mlp_out=P + "mlp.dense_4h_to_h.")),
+    packings=bloom.PLAIN_GPT, ignored=("rotary_emb.inv_freq",), checks=(must_be("position_encoding_2d", True),))
+
+GLM_130B = CHATGLM.extend(
+    "glm_130b", model_types=("glm130b",), architectures=("GLM130B",), tied=True,
+    config={**prefix(1, False), "gated_linear_unit": fixed(True), "activation_func": fixed(F.gelu)},
+    packings=dict(mlp_in=FLAT_UP_GATE, mlp_in_bias=FLAT_UP_GATE))
 
 
 def modern(raw: dict) -> dict:
@@ -23,6 +57,11 @@ def rope_keys(rope) -> dict:
     if rope.type == "linear":
         return {"rope_ratio": rope.scaling["factor"], "_name_or_path": "chatglm2"}
     return {"rope_ratio": rope.theta / 1e4}
+
+
+def is_first(hf) -> bool:
+    """ChatGLM-6B: its successors have the same model_type and other keys."""
+    return hasattr(hf, "inner_hidden_size")
 
 
 CHATGLM2 = Family(
@@ -43,6 +82,6 @@ CHATGLM2 = Family(
         qkv=(H + "self_attention.query_key_value.weight",), qkv_bias=(H + "self_attention.query_key_value.bias",),
         attn_out=(H + "self_attention.dense.weight",), mlp_norm=(H + "post_attention_layernorm.weight",),
         mlp_in=(H + "mlp.dense_h_to_4h.weight",), mlp_out=(H + "mlp.dense_4h_to_h.weight",)),
-    packings=dict(qkv=FLAT_QKV, qkv_bias=FLAT_QKV, mlp_in=FLAT_GLU), ignored=("rotary_pos_emb.inv_freq",),
+    packings=dict(qkv=FLAT_QKV, qkv_bias=FLAT_QKV, mlp_in=FLAT_GLU), variants=((is_first, CHATGLM),), ignored=("rotary_pos_emb.inv_freq",),
     checks=(must_be("add_bias_linear", False), must_be("rmsnorm", True), must_be("post_layer_norm", True),
             must_be("apply_residual_connection_post_layernorm", False)))

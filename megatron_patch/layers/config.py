@@ -22,6 +22,9 @@ class Own:
     sublayer_input_norm: bool = True
     sublayer_output_norm: bool = False  # x + n(sublayer(...))
     residual_alpha: float | None = None  # alpha * n(x) + sublayer(n(x))
+    prefix_tokens: tuple[int, int, int] | None = None  # bos, [gMASK], [MASK]: tokens before bos see each other in both directions
+    prefix_freezes: bool = True  # after a [gMASK] positions stay
+    prefix_rotary: int = 2  # parts of a head with positions of their own
     wide_qk_norm: bool = False  # one norm over all heads, before they are split
 
 

@@ -72,12 +72,16 @@ CASES = {
     "chatglm2": ("ChatGLM2", dict(rope_ratio=4, _name_or_path="THUDM/chatglm2-6b-32k")),
     "chatglm3": ("ChatGLM3", {}),
     "internlm2": ("InternLM2", {}),
+    "chatglm": ("ChatGLM", {}),
+    "glm_130b": ("GLM130B", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
+PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
 IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
 REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
               "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
-              "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2"}
+              "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2",
+              "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 
@@ -146,3 +150,12 @@ def save_gradients(model, folder, ids, labels, mask=None):
 def tokens(batch: int = 2, length: int = LENGTH, vocab: int = 1003, seed: int = 5):
     """[batch, length] random token ids."""
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(case: str, model):
+    """[2, LENGTH] token ids for ``case``: with contexts of 30 and 40 tokens where the model wants them."""
+    if case not in PREFIX:
+        return tokens()
+    from tests.references.common import with_prompts
+
+    return with_prompts(tokens(), model.config, [30, 40])

@@ -14,7 +14,7 @@ def zoo(tmp_path_factory):
     for case in tiny.CASES:
         folder = tmp_path_factory.mktemp(case)
         model = tiny.save(case, folder)
-        ids = tiny.tokens()
+        ids = tiny.inputs(case, model)
         with torch.no_grad():
             logits = model(ids).logits
         labels = tiny.tokens(seed=6)
