@@ -5,7 +5,7 @@ Sources: the InternLM2 report (arXiv 2403.17297, figure of the interleaved wqkv)
 
 Cross-check: no package on PyPI with its modeling code was found to run. A test compares with Transformers' Llama instead, whose
 separate projections are cut out of wqkv in a way that does not go through this file's reshapes, also past
-``max_position_embeddings``: at most 5e-6 on 2026-11-30. The layout itself is as several public copies of the original have it.
+``max_position_embeddings``: at most 7e-6 on 2026-11-30. The layout itself is as several public copies of the original have it.
 """
 
 import torch

@@ -174,12 +174,23 @@ def test_residual_of_chatglm_is_the_normed_input():
         for part in (layer.attention.dense, layer.mlp.dense_4h_to_h):
             part.weight.data.zero_(), part.bias.data.zero_()
     seen = []
-    model.transformer.final_layernorm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    last = model.transformer.layers[-1]
+    for norm in (last.post_attention_layernorm, model.transformer.final_layernorm):
+        norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     logits(model, with_prompts(random_ids(), model.config, [12, 9]))
-    last = model.transformer.layers[-1].post_attention_layernorm
-    unit = (seen[0] / 2 - last.bias) / last.weight
-    torch.testing.assert_close(unit.mean(-1), torch.zeros(2, 24), atol=1e-5, rtol=0)
-    torch.testing.assert_close(unit.var(-1, unbiased=False), torch.ones(2, 24), atol=2e-3, rtol=0)
+    for states, norm in zip(seen, (last.input_layernorm, last.post_attention_layernorm)):
+        unit = (states / 2 - norm.bias) / norm.weight
+        torch.testing.assert_close(unit.mean(-1), torch.zeros(2, 24), atol=1e-5, rtol=0)
+        torch.testing.assert_close(unit.var(-1, unbiased=False), torch.ones(2, 24), atol=2e-3, rtol=0)
+
+
+def test_chatglm_turns_the_halves_by_different_positions():
+    """The first half of a head turns by position, the second by block position, each as a head of half the size."""
+    x = torch.randn(1, 1, 2, 16)
+    positions, blocks = torch.tensor([[3, 4]]), torch.tensor([[0, 7]])
+    turned = ChatGLM.tiny(num_layers=1).rotate(x, positions, blocks)
+    torch.testing.assert_close(turned[..., :8], rotate_halves(x[..., :8], angles(positions, 8)[:, None]))
+    torch.testing.assert_close(turned[..., 8:], rotate_halves(x[..., 8:], angles(blocks, 8)[:, None]))
 
 
 def test_second_half_is_the_gate_of_glm130b():
@@ -220,6 +231,29 @@ def test_internlm2_is_llama_with_interleaved_projections(length):
     llama.load_state_dict(weights)
     ids = random_ids(length)
     torch.testing.assert_close(logits(ours, ids), logits(llama, ids), atol=2e-5, rtol=0)
+
+
+# The last logits of the tiny models as they were when the cross-checks in the docstrings were made.
+CHECKED = {
+    Baichuan: (0.77459, -0.17053, -0.48401, -1.10919),
+    Baichuan13B: (0.42296, 0.36182, -0.71005, 0.62963),
+    Baichuan2: (0.75127, -0.17213, -0.46944, -1.11965),
+    Baichuan2With13B: (0.35545, 0.30125, -0.59672, 0.52423),
+    Qwen1: (0.31036, -2.59444, -0.71024, -0.38448),
+    ChatGLM2: (-1.00537, -0.93836, -1.05435, -0.13401),
+    ChatGLM3: (-0.29434, -0.79504, -1.83255, -0.88283),
+    InternLM2: (-2.37601, -1.55535, -0.48552, -0.89358),
+    ChatGLM: (0.38186, 0.73745, -0.66857, -0.41937),
+    GLM130B: (0.05188, 0.47894, -1.18711, -0.57150),
+}
+
+
+@pytest.mark.parametrize("cls", (*CAUSAL, *PREFIX), ids=name)
+def test_still_the_models_that_were_cross_checked(cls):
+    """The logits have not moved since."""
+    model = cls.tiny()
+    ids = with_prompts(random_ids(), model.config, [12, 9]) if cls in PREFIX else random_ids()
+    torch.testing.assert_close(logits(model, ids)[:, -1, :2].flatten(), torch.tensor(CHECKED[cls]), atol=5e-5, rtol=0)
 
 
 ON_DISK = {
