@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.tiny import CASES, FIRST, MOE, PREFIX
+from tests.families.tiny import CASES, FIRST, IN_INFERENCE_ONLY, MOE, PREFIX
 from tests.groups import run_ranks
 from tests.parallel import experts
 
@@ -28,9 +28,10 @@ def test_models_tell_right_from_wrong(zoo):
     which of them feeds the experts (B63)."""
     for case, folder in zoo.items():
         assert torch.load(f"{folder}/expected.pt", weights_only=True)["logits"].std() >= 0.5, case
-        norms = [value for name, value in load_file(f"{folder}/model.safetensors").items() if name.endswith("layernorm.weight")]
+        norms = [value for name, value in load_file(f"{folder}/model.safetensors").items() if value.dim() == 1 and name.endswith("weight")]
+        norms = [value for value in norms if value.shape == norms[-1].shape]
         gaps = [(a - b).abs().mean() for a, b in itertools.combinations([torch.ones_like(norms[0]), *norms], 2)]
-        assert len(norms) >= 8 and min(gaps) >= 0.1, case
+        assert len(norms) >= 5 and min(gaps) >= 0.1, case
 
 
 @pytest.mark.layered
@@ -45,7 +46,7 @@ def test_one_rank(zoo):
 def test_two_ranks(zoo):
     """TP2, TP2+SP, PP2, VPP on 2 ranks, every case; CP2 where attention allows it, and uneven pipelines."""
     check(run_ranks(2, PARITY, zoo, TWO, timeout=600))
-    check(run_ranks(2, PARITY, {k: v for k, v in zoo.items() if k not in PREFIX}, ["cp2"], timeout=600))
+    check(run_ranks(2, PARITY, {k: v for k, v in zoo.items() if k not in PREFIX + IN_INFERENCE_ONLY}, ["cp2"], timeout=600))
     check(run_ranks(2, PARITY, {k: zoo[k] for k in FIRST}, MORE, timeout=600))
 
 
