@@ -52,7 +52,7 @@ CASES = {
         rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=[1.0] * 6,
         long_factor=[1.0 + i / 2 for i in range(6)]))),
     "olmo2": ("Olmo2Config", {}),
-    "bloom": ("BloomConfig", dict(n_layer=4, n_head=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True, seq_length=128)),
+    "bloom": ("BloomConfig", dict(num_attention_heads=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True)),
     "falcon": ("FalconConfig", dict(layer_norm_epsilon=1e-3, num_kv_heads=4, tie_word_embeddings=True)),
     "falcon_40b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, tie_word_embeddings=True)),
     "falcon_11b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, num_ln_in_parallel_attn=1)),
