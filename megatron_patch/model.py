@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from megatron_patch import platform, spec, upstream
-from megatron_patch.layers.mla import replicated_projections
+from megatron_patch.layers.mla import replicated_projections, set_latents
 from megatron_patch.layers.vocabulary import hide_padding
 from megatron_patch.translate import ModelConfig
 
@@ -32,7 +32,10 @@ def _defaults(config) -> dict:
     out = dict(params_dtype=dtype, pipeline_dtype=dtype, hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False,
                gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
                calculate_per_token_loss=True)
-    factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if config.position_embedding_type == "rope" else 1.0
+    if latent_by_rope(config):
+        out.update(config.rope.latent())
+    whole = config.position_embedding_type == "rope" and not config.get("multi_latent_attention")
+    factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if whole else 1.0
     if factor != 1.0:
         if config.rope.percent != 1.0:
             raise ValueError(f"rope factor {factor} on a partial rotation ({config.rope.percent}) is not supported.")
@@ -40,6 +43,11 @@ def _defaults(config) -> dict:
     if config.virtual_pipeline_model_parallel_size:
         out.update(overlap_p2p_comm=True, batch_p2p_comm=False)  # core's defaults mismatch sends between a pair of ranks
     return out
+
+
+def latent_by_rope(config) -> bool:
+    """Whether the rope of multi-latent attention is config.rope, and not what flags say in core's fields."""
+    return bool(config.get("multi_latent_attention")) and "rope_type" not in config.fields
 
 
 def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None,
@@ -101,8 +109,10 @@ def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
 
 def _use_rope_table(model, config) -> None:
     """Give the rotary module HF's own frequencies and refuse lengths for which they are not exact."""
+    if latent_by_rope(config):
+        set_latents(model, *config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings), config.get("latent_norm_epsilon"))
     rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None or config.position_embedding_type != "rope":
+    if rotary is None or config.get("multi_latent_attention") or config.position_embedding_type != "rope":
         return
     inv_freq, _ = config.rope.table(config.kv_channels, config.max_position_embeddings)
     rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)

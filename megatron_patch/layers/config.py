@@ -22,6 +22,8 @@ class Own:
     sublayer_output_norm: bool = False  # x + n(sublayer(...))
     residual_alpha: float | None = None  # alpha * n(x) + sublayer(n(x))
     wide_qk_norm: bool = False  # one norm over all heads, before they are split
+    router_group_best: int | None = None  # a group of experts scores the sum of so many; None: top-k // groups taken
+    latent_norm_epsilon: float | None = None  # of the norms inside multi-latent attention; None: layernorm_epsilon
     sliding_rotary_base: float | None = None  # rope base of the layers with a sliding window
 
 
