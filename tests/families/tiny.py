@@ -13,7 +13,7 @@ LENGTH = 96
 
 
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24)
-EXPERTS = dict(n_routed_experts=16, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=1)
+EXPERTS = dict(n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=1)
 
 
 def _scaled(kind, **more):
@@ -87,7 +87,7 @@ def build(case: str, seed: int = 0, **overrides):
         p.data = 1 + 0.3 * noise if parameter_name.endswith("norm.weight") else 0.12 * noise
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
