@@ -136,7 +136,7 @@ class Source:
             return ": config.json says tie_word_embeddings=false, so the output layer must be there"
         if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and place.layer is not None:
             kind = "sparse" if self.config.moe_layer_freq[place.layer] else "dense"
-            return f": layer {place.layer} is {kind} by moe_layer_freq; check mlp_only_layers in config.json"
+            return f": layer {place.layer} is {kind} by moe_layer_freq; check {self.family.config['moe_layer_freq'].hf} in config.json"
         return ""
 
     def _misshapen(self):
