@@ -86,8 +86,6 @@ def _fill(param, shard, name, placement, config) -> None:
     if param.shape != shard.shape:
         raise ValueError(f"{config.family.name}: '{name}' is {tuple(param.shape)}, {list(placement.names)} give {tuple(shard.shape)} "
                          f"(slot '{placement.key}').")
-    if placement.slot.buffer:
-        param.data = param.data.float()
     param.copy_(shard)
 
 

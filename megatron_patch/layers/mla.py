@@ -67,7 +67,7 @@ class ReplicatedLinear(nn.Module):
     gradient is summed over TP here; with sequence parallelism upstream's gather already does that.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config, init_method, **_):
+    def __init__(self, input_size: int, output_size: int, *, config, init_method, tp_comm_buffer_name=None, **_):
         super().__init__()
         kind = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **kind))
@@ -75,9 +75,8 @@ class ReplicatedLinear(nn.Module):
             init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel
         self.weight.allreduce = True
-        shared = config.qk_pos_emb_head_dim
-        is_kv = output_size == config.kv_lora_rank + shared
-        self.shared = shared if is_kv and config.tensor_model_parallel_size > 1 and not config.sequence_parallel else 0
+        is_kv = tp_comm_buffer_name == "kv_down_proj"  # upstream says so; the query's rank may be of the same size
+        self.shared = config.qk_pos_emb_head_dim if is_kv and config.tensor_model_parallel_size > 1 and not config.sequence_parallel else 0
 
     def forward(self, x_SBH: Tensor):
         out = F.linear(x_SBH, self.weight)

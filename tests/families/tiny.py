@@ -98,6 +98,16 @@ def save(case: str, folder, seed: int = 0, **overrides):
     return model
 
 
+def save_with_answers(case: str, folder, **overrides) -> str:
+    """Save ``case`` to ``folder``, Transformers' logits, loss and gradients of one batch beside it; returns the folder."""
+    model, ids, labels = save(case, folder, **overrides), tokens(), tokens(seed=6)
+    with torch.no_grad():
+        logits = model(ids).logits
+    loss = save_gradients(model, folder / "gradients", ids, labels)
+    torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss}, folder / "expected.pt")
+    return str(folder)
+
+
 def save_gradients(model, folder, ids, labels, mask=None):
     """Save d(mean cross-entropy)/d(parameter) of ``model`` under the names that its weights have on disk; returns the loss.
     ``mask`` [b, s]: 1 where the label counts; all count without it. Nothing but cross-entropy is in the loss (B134)."""

@@ -6,19 +6,6 @@ import pytest
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory):
     """{case: folder}: safetensors, config.json, expected.pt (tokens, labels [b, s], logits [b, s, v], loss) and gradients/."""
-    import torch
-
     from tests.families import tiny
 
-    folders = {}
-    for case in tiny.CASES:
-        folder = tmp_path_factory.mktemp(case)
-        model = tiny.save(case, folder)
-        ids = tiny.tokens()
-        with torch.no_grad():
-            logits = model(ids).logits
-        labels = tiny.tokens(seed=6)
-        loss = tiny.save_gradients(model, folder / "gradients", ids, labels)
-        torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss}, folder / "expected.pt")
-        folders[case] = str(folder)
-    return folders
+    return {case: tiny.save_with_answers(case, tmp_path_factory.mktemp(case)) for case in tiny.CASES}

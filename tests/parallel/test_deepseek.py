@@ -37,7 +37,8 @@ def test_yarn_factors(tmp_path):
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
 def test_selection_bias_stays_fp32(case, zoo, tmp_path):
     """In a bf16 model the bias of every sparse layer is the checkpoint's, bitwise and in fp32: loaded before or after Float16Module, and
-    exported after a forward pass (B34, B35). Mutants: Router._apply away, the buffer not made fp32 before loading."""
+    exported after a forward pass (B34, B35). Mutants: Router._apply away, the bias exported in the
+    model's dtype."""
     found = run_ranks(1, "tests.parallel.deepseek:biases_in_half", zoo[case], str(tmp_path))[0]
     assert found == {"count": 3, "loaded then wrapped": [], "wrapped then loaded": [], "exported": [], "others": ["torch.bfloat16"]}
 
