@@ -46,8 +46,8 @@ def _defaults(config) -> dict:
 
 
 def latent_by_rope(config) -> bool:
-    """Whether the rope of multi-latent attention is config.rope, and not what flags say in core's fields."""
-    return bool(config.get("multi_latent_attention")) and "rope_type" not in config.fields
+    """Whether the rope of multi-latent attention is that of a config.json, and not what flags say in core's fields."""
+    return bool(config.get("multi_latent_attention")) and bool(config.hf)
 
 
 def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None,

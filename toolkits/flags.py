@@ -54,6 +54,8 @@ def model_settings(config) -> dict:
     out = dict(position_embedding_type=config.position_embedding_type, max_position_embeddings=config.max_position_embeddings,
                rotary_base=theta, rotary_percent=rope.percent, vocab_size=config.vocab_size,
                untie_embeddings_and_output_weights=not config.tied)
+    if config.get("multi_latent_attention"):
+        return {**out, **rope.latent(), "rotary_base": theta}
     if rope.type == "linear" and float(rope.scaling["factor"]).is_integer():
         out["rotary_seq_len_interpolation_factor"] = int(rope.scaling["factor"])
     if rope.type == "llama3":
@@ -67,7 +69,7 @@ def model_settings(config) -> dict:
 def missing(config) -> list[str]:
     """What no flag of Megatron-LM says about this model."""
     rope, out = config.rope, []
-    if rope.type in ("yarn", "dynamic") or (rope.type == "linear" and not float(rope.scaling["factor"]).is_integer()):
+    if rope.type == "dynamic" or (rope.type == "yarn" and not config.get("multi_latent_attention")) or (rope.type == "linear" and not float(rope.scaling["factor"]).is_integer()):
         out.append(f"rope type '{rope.type}' {dict(rope.scaling)} has no flags; train with --hf-model DIR, which takes it from "
                    f"config.json.")
     if rope.type == "llama3" and (rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"],
