@@ -110,7 +110,8 @@ def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
 def _use_rope_table(model, config) -> None:
     """Give the rotary module HF's own frequencies and refuse lengths for which they are not exact."""
     if latent_by_rope(config):
-        set_latents(model, *config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings), config.get("latent_norm_epsilon"))
+        table, factor = config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings)
+        set_latents(model, table, factor, config.get("latent_norm_epsilon"))
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None or config.get("multi_latent_attention") or config.position_embedding_type != "rope":
         return

@@ -38,7 +38,8 @@ def shared_width(count, hf):
 def enough_experts(hf) -> None:
     size = hf.n_routed_experts // (hf.n_group or 1)
     if limited(hf) and hf.num_experts_per_tok > hf.topk_group * size:
-        raise ValueError(f"num_experts_per_tok={hf.num_experts_per_tok} is more than topk_group={hf.topk_group} groups of {size} experts hold.")
+        raise ValueError(f"num_experts_per_tok={hf.num_experts_per_tok} is more than topk_group={hf.topk_group} groups of {size} experts "
+                         f"hold; check both in config.json.")
 
 
 def renormalised(hf) -> None:
@@ -49,8 +50,8 @@ def renormalised(hf) -> None:
 
 def own_keys(hf) -> None:
     if hf.num_key_value_heads != hf.num_attention_heads:
-        raise ValueError(f"num_key_value_heads={hf.num_key_value_heads} with num_attention_heads={hf.num_attention_heads} is not supported: "
-                         f"in multi-latent attention each head has a key of its own.")
+        raise ValueError(f"num_key_value_heads={hf.num_key_value_heads} with num_attention_heads={hf.num_attention_heads} is not "
+                         f"supported: in multi-latent attention each head has a key of its own.")
 
 
 def interleaved(hf) -> None:

@@ -69,7 +69,9 @@ def model_settings(config) -> dict:
 def missing(config) -> list[str]:
     """What no flag of Megatron-LM says about this model."""
     rope, out = config.rope, []
-    if rope.type == "dynamic" or (rope.type == "yarn" and not config.get("multi_latent_attention")) or (rope.type == "linear" and not float(rope.scaling["factor"]).is_integer()):
+    latent = config.get("multi_latent_attention")
+    if rope.type == "dynamic" or rope.type == "yarn" and not latent or (
+            rope.type == "linear" and (latent or not float(rope.scaling["factor"]).is_integer())):
         out.append(f"rope type '{rope.type}' {dict(rope.scaling)} has no flags; train with --hf-model DIR, which takes it from "
                    f"config.json.")
     if rope.type == "llama3" and (rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"],

@@ -39,7 +39,7 @@ class Router(TopKRouter):
 
 @contextlib.contextmanager
 def _group_scores(best: int):
-    """While routing: upstream's choice within the best groups, with the score of a group ours. Source: core moe_utils.py."""
+    """While routing: a group's score is ours. Source: core moe_utils.py, topk_routing_with_score_function."""
     kept = moe_utils.group_limited_topk
     moe_utils.group_limited_topk = partial(limited_topk, best=best)
     try:

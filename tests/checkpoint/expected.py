@@ -7,17 +7,14 @@ import re
 
 import torch
 
-LATENT = {
-    f"self_attention.{ours}.weight": f"self_attn.{theirs}.weight"
-    for ours, theirs in dict(
-        linear_q_proj="q_proj", linear_q_down_proj="q_a_proj", q_layernorm="q_a_layernorm", linear_q_up_proj="q_b_proj",
-        linear_kv_down_proj="kv_a_proj_with_mqa", kv_layernorm="kv_a_layernorm", linear_kv_up_proj="kv_b_proj").items()}
+LATENT = dict(linear_q_proj="q_proj", linear_q_down_proj="q_a_proj", q_layernorm="q_a_layernorm", linear_q_up_proj="q_b_proj",
+              linear_kv_down_proj="kv_a_proj_with_mqa", kv_layernorm="kv_a_layernorm", linear_kv_up_proj="kv_b_proj")
 NAMES = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj")
 
 
 def parameters(model, hf, sizes, ranks):
-    """{name: expected tensor} of one GPTModel chunk, selection biases of its routers included. ``sizes``: heads, groups, head_dim, experts; ``ranks``: tp, tp_rank, ep, ep_rank,
-    etp, etp_rank as core reports them."""
+    """{name: expected tensor} of one GPTModel chunk, the selection biases of its routers included. ``sizes``: heads, groups, head_dim,
+    experts; ``ranks``: tp, tp_rank, ep, ep_rank, etp, etp_rank as core reports them."""
     biases = [(name, b) for name, b in model.named_buffers() if name.endswith("router.expert_bias")]
     return {name: _one(model, name, p, hf, sizes, ranks) for name, p in [*model.named_parameters(), *biases]}
 
@@ -53,10 +50,9 @@ def _in_layer(rest, at, hf, sizes, ranks):
     if rest.startswith("self_attention.linear_proj."):
         whole = hf[at + NAMES["o"] + "." + kind]
         return whole.chunk(tp, 1)[rank] if kind == "weight" else whole
-    latent = LATENT.get(rest)
-    if latent is not None and at + latent in hf:
-        whole = hf[at + latent]
-        return whole.chunk(tp)[rank] if "q_b" in latent or "kv_b" in latent or "q_proj" in latent else whole
+    latent = at + f"self_attn.{LATENT.get(rest.split('.')[1])}.weight"
+    if latent in hf:
+        return hf[latent].chunk(tp)[rank] if latent.endswith(("q_proj.weight", "_b_proj.weight")) else hf[latent]
     norm = re.fullmatch(r"self_attention\.([qk])_layernorm\.weight", rest)
     if norm:
         return hf[at + f"self_attn.{norm[1]}_norm.weight"]

@@ -38,7 +38,7 @@ def biases_in_half(folder: str, out: str) -> dict:
     found = {"count": len(disk)}
 
     def wrong(chunk):
-        own = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": getattr(layer.mlp.router, "expert_bias")
+        own = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": layer.mlp.router.expert_bias
                for i, layer in enumerate(chunk.decoder.layers) if hasattr(layer.mlp, "router")}
         return [k for k in disk.keys() | own.keys() if k not in own or own[k].dtype != torch.float32 or not torch.equal(own[k], disk[k])]
 

@@ -71,6 +71,8 @@ def test_fresh_config_reads_back(name):
 
     family = registry.families()[name]
     more = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2) if "moe" in name or name == "mixtral" else {}
+    if name.startswith("deepseek"):
+        more = dict(num_key_value_heads=4, num_experts_per_tok=4, n_group=4, topk_group=2, n_routed_experts=16)
     rope = {} if name == "phi3" else {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # Phi-3's class takes longrope only
     c = read(model_type=family.model_types[0], head_dim=16, rope_theta=5e4, **rope, **more)
     fresh = translate.to_hf(c.replace(hf={}))
