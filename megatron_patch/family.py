@@ -85,11 +85,13 @@ class Family:
     packings: Mapping[str, Packing] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
+    two_ropes: bool = False  # layers with a sliding window may rotate by another table
     positions: str | Callable[[Any], str] = "rope"
     names: Mapping[str, str] = field(default_factory=dict)
     extra_layers: bool = False  # checkpoints may hold layers beyond the last: multi-token prediction, which Transformers leaves out
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
+    rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'
     variants: tuple[tuple[Callable[[Any], bool], "Family"], ...] = ()  # the first whose test an HF config passes stands for this one
     checks: tuple[Callable[[Any], None], ...] = ()
 

@@ -36,9 +36,7 @@ def _defaults(config) -> dict:
         out.update(config.rope.latent())
     whole = config.position_embedding_type == "rope" and not config.get("multi_latent_attention")
     factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if whole else 1.0
-    if factor != 1.0:
-        if config.rope.percent != 1.0:
-            raise ValueError(f"rope factor {factor} on a partial rotation ({config.rope.percent}) is not supported.")
+    if factor != 1.0 and config.rope.percent == 1.0:
         out["softmax_scale"] = factor**2 / config.kv_channels**0.5  # cos and sin carry the factor on both q and k
     if config.virtual_pipeline_model_parallel_size:
         out.update(overlap_p2p_comm=True, batch_p2p_comm=False)  # core's defaults mismatch sends between a pair of ranks
@@ -61,6 +59,8 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
     from megatron_patch.layers.activation import is_plain_swiglu
     from megatron_patch.layers.entrance import equip
     from megatron_patch.layers.head import ChunkedLossModel, cap_logits
+    from megatron_patch.layers.prefix import mark_rows
+    from megatron_patch.layers.rope import use_tables
 
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("no process groups: call megatron_patch.parallel.initialize(config) before build_model.")
@@ -74,7 +74,11 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
             pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=config.tied,
             position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
             rotary_base=config.rope.theta, mtp_block_spec=spec.mtp_spec(core, block, layer_impl, vp_stage), vp_stage=vp_stage)
-    _use_rope_table(model, config)
+    use_tables(model, config)
+    if latent_by_rope(config):
+        table, factor = config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings)
+        set_latents(model, table, factor, config.get("latent_norm_epsilon"))
+    mark_rows(model, config)
     if pre_process:
         equip(model.embedding)
     if post_process:
@@ -105,22 +109,3 @@ def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
     return [build_model(config, pre_process=rank == 0 and stage == 0, post_process=rank == last_rank and stage == stages - 1,
                         vp_stage=stage if config.virtual_pipeline_model_parallel_size else None, layer_impl=layer_impl)
             for stage in range(stages)]
-
-
-def _use_rope_table(model, config) -> None:
-    """Give the rotary module HF's own frequencies and refuse lengths for which they are not exact."""
-    if latent_by_rope(config):
-        table, factor = config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings)
-        set_latents(model, table, factor, config.get("latent_norm_epsilon"))
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None or config.get("multi_latent_attention") or config.position_embedding_type != "rope":
-        return
-    inv_freq, _ = config.rope.table(config.kv_channels, config.max_position_embeddings)
-    rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)
-    limit = config.rope.limit(config.max_position_embeddings)
-    if limit:
-        def refuse_beyond(module, args, kwargs):
-            length = args[0] if args else kwargs["max_seq_len"]
-            if length > limit:
-                raise ValueError(f"sequence of {length} tokens: dynamic rope scaling is exact only up to {limit}; shorten the sequence.")
-        rotary.register_forward_pre_hook(refuse_beyond, with_kwargs=True)

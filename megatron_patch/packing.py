@@ -99,12 +99,13 @@ def _glu_order(config, part_rows, rank, size):
     return [Run(0, rank * n, n), Run(1, rank * n, n)]
 
 
-def flat(packing: Packing) -> Packing:
-    """``packing`` for checkpoints that hold its parts one after the other in one tensor."""
+def flat(packing: Packing, held: Sequence[int] = ()) -> Packing:
+    """``packing`` for checkpoints that hold its parts one after the other in one tensor, in the order ``held`` if that is another."""
+    held = held or range(packing.parts)
 
     def order(config, part_rows, rank, size):
         rows = packing.split(config, part_rows[0])
-        first = [sum(rows[:part]) for part in range(packing.parts)]
+        first = {part: sum(rows[other] for other in held[:place]) for place, part in enumerate(held)}
         return [Run(0, first[part] + start, length) for part, start, length in packing.order(config, rows, rank, size)]
 
     return Packing(1, lambda config, rows: [rows], order, packing.apart)
@@ -113,4 +114,4 @@ def flat(packing: Packing) -> Packing:
 PLAIN = Packing(1, lambda config, rows: [rows], _plain_order)
 QKV = Packing(3, _qkv_split, _qkv_order)
 GLU = Packing(2, lambda config, rows: [rows // 2] * 2, _glu_order, apart=True)
-FLAT_QKV, FLAT_GLU = flat(QKV), flat(GLU)
+FLAT_QKV, FLAT_GLU, FLAT_UP_GATE = flat(QKV), flat(GLU), flat(GLU, (1, 0))

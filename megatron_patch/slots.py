@@ -87,7 +87,7 @@ def has_norm_bias(config, layer: int | None) -> bool:
 
 
 def has_qk_norm(config, layer: int) -> bool:
-    return bool(config.get("qk_layernorm")) and not config.get("wide_qk_norm") and not is_latent(config, layer)
+    return bool(config.get("qk_layernorm")) and not is_latent(config, layer)
 
 
 def has_head(config, layer=None) -> bool:
@@ -180,8 +180,8 @@ SLOTS = {
     "qkv_bias": Slot(LAYER + "self_attention.linear_qkv.bias", lambda c: (_qkv(c),), packing=QKV, tp_dim=0, when=has_qkv_bias),
     "q_norm": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
     "k_norm": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
-    "q_norm_wide": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (_heads(c),), tp_dim=0, when=has_field("wide_qk_norm")),
-    "k_norm_wide": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.num_query_groups * c.kv_channels,), tp_dim=0,
+    "q_norm_wide": Slot(LAYER + "self_attention.q_norm.weight", lambda c: (_heads(c),), tp_dim=0, when=has_field("wide_qk_norm")),
+    "k_norm_wide": Slot(LAYER + "self_attention.k_norm.weight", lambda c: (c.num_query_groups * c.kv_channels,), tp_dim=0,
                         when=has_field("wide_qk_norm")),
     "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1),
     "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),

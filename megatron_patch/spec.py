@@ -56,7 +56,7 @@ def _missing(package: str) -> bool:
         return True
 
 
-EDITS = ("alibi", "attn_logit_softcap", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
+EDITS = ("alibi", "attn_logit_softcap", "prefix_tokens", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
 
 
 def edits(config) -> list[str]:
@@ -69,21 +69,26 @@ def edits(config) -> list[str]:
 def localize(spec, config):
     """A copy of any spec with upstream's torch norm, core attention and MLA down-projections replaced by ours, and with what ``config``
     asks for beyond upstream's fields (layers.config.Own)."""
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_patch.layers import residual, scores
+    from megatron_patch.layers import prefix, residual, scores
     from megatron_patch.layers.attention import CoreAttention
     from megatron_patch.layers.config import own
     from megatron_patch.layers.norm import Norm
+    from megatron_patch.layers.qk_norm import WideNormAttention
 
     def chosen(usual, **others):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
-    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention)
+    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
+                       prefix_tokens=prefix.PrefixAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
-    return _rewrite(corrected(spec, config), {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer}, config)
+    swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
+             SelfAttention: chosen(SelfAttention, wide_qk_norm=WideNormAttention)}
+    return _rewrite(corrected(spec, config), swaps, config)
 
 
 def corrected(spec, config):
@@ -127,7 +132,6 @@ def _own_sums(node, config):
 
     from megatron_patch.layers import residual
     from megatron_patch.layers.config import own
-    from megatron_patch.layers.qk_norm import WideKeyNorm, WideQueryNorm
 
     if hasattr(node, "self_attn_bda") and hasattr(node, "mlp_bda"):
         total = residual.NormedSum if own(config, "sublayer_output_norm") else residual.ScaledNormSum
@@ -137,8 +141,6 @@ def _own_sums(node, config):
             node.input_layernorm = IdentityOp
         if not own(config, "sublayer_input_norm") or own(config, "parallel_attention") == "one":
             node.pre_mlp_layernorm = IdentityOp
-    if hasattr(node, "linear_qkv") and own(config, "wide_qk_norm"):
-        node.q_layernorm, node.k_layernorm = WideQueryNorm, WideKeyNorm
     return node
 
 

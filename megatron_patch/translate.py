@@ -122,7 +122,7 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
     _check_sizes(fields, hf, family.names, where)
     names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
-    rope = read_rope(hf) if positions == "rope" else Rope()
+    rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
     if rope.percent != 1.0 and not family.partial_rotary:
         raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
                          f"rotates whole heads; remove it, or correct model_type.")
@@ -169,7 +169,9 @@ def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
     own, old = _own_keys(config), _own_keys(before)
     out.update({k: v for k, v in own.items() if v != old[k]})
     if config.rope != before.rope:
-        out.update(config.rope.v4_keys() if "rope_theta" in out else {"rope_parameters": config.rope.parameters()})
+        own_keys = config.family.rope_keys
+        out.update(own_keys(config.rope) if own_keys else config.rope.v4_keys() if "rope_theta" in out else
+                   {"rope_parameters": config.rope.parameters()})
     if name != str(before.dtype).removeprefix("torch."):
         out["dtype" if "dtype" in out or "torch_dtype" not in out else "torch_dtype"] = name
     return out
@@ -182,7 +184,10 @@ def _own_keys(config) -> dict:
 
 
 def _fresh(config, dtype_name) -> dict:
-    rope = {"rope_parameters": config.rope.parameters(), **config.rope.v4_keys()} if config.position_embedding_type == "rope" else {}
+    rope = {}
+    if config.position_embedding_type == "rope":
+        own_keys = config.family.rope_keys
+        rope = own_keys(config.rope) if own_keys else {"rope_parameters": config.rope.parameters(), **config.rope.v4_keys()}
     return {
         "architectures": list(config.family.architectures), "model_type": config.family.model_types[0], **config.family.write(config),
         **_own_keys(config), **rope, "dtype": dtype_name, "torch_dtype": dtype_name}

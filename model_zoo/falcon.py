@@ -20,6 +20,12 @@ def parallel(hf) -> str | None:
     return "two" if has_two_norms(hf) else "one"
 
 
+def layer_kind(norms: str | None) -> dict:
+    """The inverse of :func:`parallel`. Side by side the new architecture holds every number of key/value heads."""
+    return dict(parallel_attn=bool(norms), new_decoder_architecture=bool(norms),
+                num_ln_in_parallel_attn={"one": 1, "two": 2}.get(norms))
+
+
 def has_two_norms(hf) -> bool:
     return bool(hf.new_decoder_architecture) and (hf.num_ln_in_parallel_attn or 2) == 2
 
@@ -32,13 +38,15 @@ def modern(raw: dict) -> dict:
     return {"new_decoder_architecture": "n_head_kv" in raw, **{names.get(k, k): v for k, v in raw.items()}, "model_type": "falcon"}
 
 
+LAYERS = dict(
+    num_layers=Field("num_hidden_layers"), ffn_hidden_size=Field("ffn_hidden_size"), activation_func=activation("activation"),
+    num_query_groups=Field("num_kv_heads", lambda _, hf: groups(hf), lambda n: dict(num_kv_heads=n, multi_query=n == 1)),
+    add_bias_linear=Field("bias", default=False), alibi=Field("alibi", lambda on, hf: "bf16" if on else None, bool),
+    parallel_attention=Field("parallel_attn", lambda _, hf: parallel(hf), layer_kind))
+
 FALCON_TWO_NORMS = Family(
     "falcon_two_norms", ("falcon",), ("FalconForCausalLM",), tied=True, positions=lambda hf: "none" if hf.alibi else "rope",
-    config={**bloom.CONFIG, **bloom.heads("num_attention_heads"), **dropout("hidden_dropout"),
-            "num_layers": Field("num_hidden_layers"), "num_query_groups": Field("num_kv_heads", lambda _, hf: groups(hf)),
-            "ffn_hidden_size": Field("ffn_hidden_size"), "add_bias_linear": Field("bias", default=False),
-            "activation_func": activation("activation"), "parallel_attention": Field("parallel_attn", lambda _, hf: parallel(hf), bool),
-            "alibi": Field("alibi", lambda on, hf: "bf16" if on else None, bool)},
+    config={**bloom.CONFIG, **bloom.heads("num_attention_heads"), **dropout("hidden_dropout"), **LAYERS},
     weights={**bloom.WEIGHTS, **with_biases(attn_norm=H + "ln_attn.", mlp_norm=H + "ln_mlp.")}, packings=bloom.PLAIN_GPT)
 
 FALCON = FALCON_TWO_NORMS.extend(

@@ -1,7 +1,8 @@
-"""Gemma 1 and 2. Source: transformers/models/gemma, models/gemma2."""
+"""Gemma 1, 2 and 3 (text). Source: transformers/models/gemma, models/gemma2, models/gemma3."""
 
 from megatron_patch.family import Field, fixed
 from model_zoo.llama import BIASES, LLAMA, NO_BIAS, WINDOW, H, activation, must_be
+from model_zoo.qwen import QK_NORM
 
 GEMMA = LLAMA.extend(
     "gemma", model_types=("gemma",), architectures=("GemmaForCausalLM",), drop=tuple(BIASES),
@@ -17,3 +18,6 @@ GEMMA2 = GEMMA.extend(
             "softmax_scale": Field("query_pre_attn_scalar", lambda n, hf: n**-0.5, lambda scale: round(scale**-2))},
     weights=dict(attn_sum_norm=(H + "post_attention_layernorm.weight",), mlp_norm=(H + "pre_feedforward_layernorm.weight",),
                  mlp_sum_norm=(H + "post_feedforward_layernorm.weight",)))
+
+GEMMA3 = GEMMA2.extend("gemma3", model_types=("gemma3_text",), architectures=("Gemma3ForCausalLM",), config=dict(qk_layernorm=fixed(True)),
+                       weights=QK_NORM, two_ropes=True)

@@ -16,15 +16,18 @@ class Own:
     embedding_multiplier: float | None = None
     embedding_dropout: float | None = None  # None: that of the residual stream
     position_offset: int = 0  # first row of the learned positions
+    logn_length: int | None = None  # from here on a query grows with the log of its position, in inference
     head_norm: bool = False  # rows of the output layer have length 1 in the product
     parallel_attention: str | None = None  # x + attention(n(x)) + mlp(n'(x)): 'one' norm for both, or 'two'
     sublayer_input_norm: bool = True
     sublayer_output_norm: bool = False  # x + n(sublayer(...))
     residual_alpha: float | None = None  # alpha * n(x) + sublayer(n(x))
+    prefix_tokens: tuple[int, int, int] | None = None  # bos, [gMASK], [MASK]: tokens before bos see each other in both directions
+    prefix_freezes: bool = True  # after a [gMASK] positions stay
+    prefix_rotary: int = 2  # parts of a head with positions of their own
     wide_qk_norm: bool = False  # one norm over all heads, before they are split
     router_group_best: int | None = None  # a group of experts scores the sum of so many; None: top-k // groups taken
     latent_norm_epsilon: float | None = None  # of the norms inside multi-latent attention; None: layernorm_epsilon
-    sliding_rotary_base: float | None = None  # rope base of the layers with a sliding window
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One RMS norm over all query heads, and one over all key heads, before attention: OLMo 2 normalises what upstream has already split.
+"""One RMS norm over all query heads and one over all key heads, where upstream's q_layernorm and k_layernorm are per head.
 
 Shape suffixes: S tokens, B batch, N this rank's heads, D head dim.
 """
@@ -6,24 +6,22 @@ Shape suffixes: S tokens, B batch, N this rank's heads, D head dim.
 import torch
 import torch.distributed.nn.functional as collective
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 
-class WideQueryNorm(nn.Module):
+class WideNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * w, the mean over all heads of all tensor-parallel ranks; [s, b, n, d] in and out.
 
-    The weight is sharded with its heads. Upstream would sum its gradient over TP where config.qk_layernorm is on, so it must be off.
-    Source: transformers models/olmo2, Olmo2Attention.
+    The weight is sharded with its ``heads``. Source: transformers models/olmo2, Olmo2Attention.
     """
 
-    heads = "num_attention_heads"
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+    def __init__(self, config, heads: int):
         super().__init__()
-        total, size = getattr(config, self.heads), config.tensor_model_parallel_size
-        if total % size:
-            raise ValueError(f"a norm over {total} {self.heads} cannot be shared by TP {size}; choose a TP that divides {total}.")
-        self.eps, self.width = eps, total * hidden_size
+        size = config.tensor_model_parallel_size
+        if heads % size:
+            raise ValueError(f"a norm over {heads} heads cannot be shared by TP {size}; choose a TP that divides {heads}.")
+        self.eps, self.width = config.layernorm_epsilon, heads * config.kv_channels
         self.group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         self.weight = nn.Parameter(torch.ones(self.width // size, dtype=config.params_dtype, device=torch.cuda.current_device()))
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -43,7 +41,14 @@ class WideQueryNorm(nn.Module):
         return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
 
 
-class WideKeyNorm(WideQueryNorm):
-    """The same over the key heads."""
+class WideNormAttention(SelfAttention):
+    """Upstream's attention with these norms. They are not in its places for norms, because it sums the gradients of those over TP."""
 
-    heads = "num_query_groups"
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.q_norm, self.k_norm = WideNorm(config, config.num_attention_heads), WideNorm(config, config.num_query_groups)
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """Upstream's (query, key, value, ...), q and k normalised."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        return self.q_norm(query), self.k_norm(key), *rest

@@ -4,12 +4,14 @@ Default initialisation gives logits with a standard deviation near 0.16, where a
 these weights are larger, and norm weights are not 1.
 """
 
+import importlib
+
 import torch
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1003,
              max_position_embeddings=128, rms_norm_eps=1e-3, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
-LENGTH = 96
+LENGTH, PROMPT, GREEDY = 96, 44, 16  # of all prompts, one after which no two best logits are within 1e-3
 
 
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24)
@@ -44,6 +46,15 @@ CASES = {
     "gemma": ("GemmaConfig", dict(head_dim=32, tie_word_embeddings=True)),
     "gemma2": ("Gemma2Config", dict(head_dim=16, sliding_window=24, query_pre_attn_scalar=32, tie_word_embeddings=True,
                                     attn_logit_softcapping=4.0, final_logit_softcapping=8.0)),
+    "gemma3": ("Gemma3TextConfig", dict(
+        head_dim=16, sliding_window=24, query_pre_attn_scalar=32, tie_word_embeddings=True, sliding_window_pattern=2,
+        rope_parameters=dict(full_attention=dict(rope_type="linear", factor=2.0, rope_theta=10000.0),
+                             sliding_attention=dict(rope_type="default", rope_theta=500.0)))),
+    "phi3_long": ("Phi3Config", dict(original_max_position_embeddings=64, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[1.0 + i / 2 for i in range(8)]))),
+    "phi4_mini": ("Phi3Config", dict(original_max_position_embeddings=64, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=[1.0] * 6,
+        long_factor=[1.0 + i / 2 for i in range(6)]))),
     "olmo2": ("Olmo2Config", {}),
     "bloom": ("BloomConfig", dict(n_layer=4, n_head=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True, seq_length=128)),
     "falcon": ("FalconConfig", dict(layer_norm_epsilon=1e-3, num_kv_heads=4, tie_word_embeddings=True)),
@@ -63,28 +74,70 @@ CASES = {
     "deepseek_v2_lite": ("DeepseekV2Config", dict(LATENT, **EXPERTS, q_lora_rank=None, topk_method="greedy", num_experts_per_tok=3)),
     "deepseek_v3": ("DeepseekV3Config", dict(
         LATENT, **EXPERTS, q_lora_rank=32, n_group=4, topk_group=2, num_experts_per_tok=3, routed_scaling_factor=2.5,
-        **_scaled("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0))),
+        rope_parameters=dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=32, mscale=1.0,
+                             mscale_all_dim=1.0))),
     "moonlight": ("DeepseekV3Config", dict(LATENT, **EXPERTS, q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=3,
                                            routed_scaling_factor=2.446, rope_parameters=dict(ROPE, rope_theta=5000.0))),
     "glm4_moe": ("Glm4MoeConfig", dict(EXPERTS, head_dim=32, n_group=2, topk_group=1, num_experts_per_tok=2, use_qk_norm=True,
                                        attention_bias=True, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "baichuan": ("Baichuan", {}),
+    "baichuan_13b": ("Baichuan13B", {}),
+    "baichuan2": ("Baichuan2", {}),
+    "baichuan2_13b": ("Baichuan2With13B", {}),
+    "qwen": ("Qwen1", {}),
+    "qwen_beyond": ("Qwen1", dict(seq_length=40)),
+    "chatglm2": ("ChatGLM2", dict(rope_ratio=4, _name_or_path="THUDM/chatglm2-6b-32k")),
+    "chatglm3": ("ChatGLM3", {}),
+    "internlm2": ("InternLM2", {}),
+    "chatglm": ("ChatGLM", {}),
+    "glm_130b": ("GLM130B", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
+FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
+         "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral")  # of upstream's own layers; in more layouts
+PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
+IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
+REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
+              "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
+              "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2",
+              "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe")
 
 
-def build(case: str, seed: int = 0, **overrides):
-    """A random HF model of ``case`` in fp32, eval mode, eager attention."""
+def config(case: str, **overrides):
+    """The HF config object of ``case``."""
     import transformers
 
     name, more = CASES[case]
-    config = getattr(transformers, name)(**{**SIZES, **more, **overrides})
+    if name in REFERENCES:
+        return build(case, **overrides).config
+    return getattr(transformers, name)(**{**SIZES, **more, **overrides})
+
+
+def raw_config(case: str) -> dict:
+    """config.json of ``case``."""
+    found = config(case)
+    return {**vars(found), "dtype": "float32"} if CASES[case][0] in REFERENCES else found.to_dict()
+
+
+def build(case: str, seed: int = 0, **overrides):
+    """A random HF model of ``case`` in fp32, eval mode, or a reference model of tests/references.
+
+    Attention is eager, but SDPA for Falcon with ALiBi, whose biases Transformers 5.24 adds twice in its eager attention (once in the
+    mask, once to the scores)."""
+    import transformers
+
+    if CASES[case][0] in REFERENCES:
+        module, name = REFERENCES[CASES[case][0]].split(":")
+        return getattr(importlib.import_module(f"tests.references.{module}"), name).tiny(seed, **CASES[case][1], **overrides)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    attention = "sdpa" if case == "falcon_rw" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config(case, **overrides), attn_implementation=attention, dtype=torch.float32)
+    model.eval()
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter_name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
-        p.data = 1 + 0.3 * noise if parameter_name.endswith("norm.weight") else 0.12 * noise
+        p.data = 1 + 0.3 * noise if p.dim() == 1 and parameter_name.endswith(".weight") else 0.12 * noise
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
@@ -98,13 +151,25 @@ def save(case: str, folder, seed: int = 0, **overrides):
     return model
 
 
+def continuation(model, ids):
+    """(GREEDY best tokens after the first PROMPT of ``ids``' first row, gaps between the two best logits), both [1, GREEDY]."""
+    row, gaps = ids[:1, :PROMPT], []
+    for _ in range(GREEDY):
+        best = model(row).logits[:, -1].topk(2)
+        row, gaps = torch.cat([row, best.indices[:, :1]], 1), [*gaps, best.values[:, 0] - best.values[:, 1]]
+    return row[:, PROMPT:], torch.stack(gaps, 1)
+
+
 def save_with_answers(case: str, folder, **overrides) -> str:
-    """Save ``case`` to ``folder``, Transformers' logits, loss and gradients of one batch beside it; returns the folder."""
-    model, ids, labels = save(case, folder, **overrides), tokens(), tokens(seed=6)
+    """Save ``case`` to ``folder``, and Transformers' logits, loss, gradients and text beside it; returns the folder."""
+    model, labels = save(case, folder, **overrides), tokens(seed=6)
+    ids = inputs(case, model)
     with torch.no_grad():
         logits = model(ids).logits
+        text, gaps = continuation(model, ids)
     loss = save_gradients(model, folder / "gradients", ids, labels)
-    torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss}, folder / "expected.pt")
+    torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss, "continuation": text, "gaps": gaps},
+               folder / "expected.pt")
     return str(folder)
 
 
@@ -129,3 +194,12 @@ def save_gradients(model, folder, ids, labels, mask=None):
 def tokens(batch: int = 2, length: int = LENGTH, vocab: int = 1003, seed: int = 5):
     """[batch, length] random token ids."""
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(case: str, model):
+    """[2, LENGTH] token ids for ``case``: with contexts of 30 and 40 tokens where the model wants them."""
+    if case not in PREFIX:
+        return tokens()
+    from tests.references.common import with_prompts
+
+    return with_prompts(tokens(), model.config, [30, 40])

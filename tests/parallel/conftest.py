@@ -5,7 +5,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory):
-    """{case: folder}: safetensors, config.json, expected.pt (tokens, labels [b, s], logits [b, s, v], loss) and gradients/."""
+    """{case: folder}: safetensors, config.json, gradients/ and expected.pt: tokens, labels [b, s], logits [b, s, v], loss, and the
+    greedy continuation [1, GREEDY] of the first PROMPT tokens with the gaps between the two best logits."""
     from tests.families import tiny
 
     return {case: tiny.save_with_answers(case, tmp_path_factory.mktemp(case)) for case in tiny.CASES}

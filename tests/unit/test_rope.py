@@ -45,6 +45,15 @@ def test_linear_divides_and_dynamic_is_plain_up_to_its_length():
     assert dynamic.limit(2048) == 2048 and Rope().limit(2048) is None
 
 
+@pytest.mark.parametrize("length, factors", [(None, [1.0, 2.0]), (8, [1.0, 2.0]), (9, [3.0, 4.0])])
+def test_longrope_has_factors_for_two_lengths(length, factors):
+    """Up to 8 tokens the short factors divide the table, beyond them the long ones; cos and sin have sqrt(1 + ln 4 / ln 8)."""
+    scaling = dict(short_factor=[1.0, 2.0], long_factor=[3.0, 4.0], original_max_position_embeddings=8)
+    table, factor = Rope("longrope", scaling=scaling).table(4, 32, length)
+    torch.testing.assert_close(table, torch.tensor([1.0, 0.01]) / torch.tensor(factors))
+    assert factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(8)), abs=1e-6)
+
+
 def test_both_config_forms():
     """Case B51: v4 (rope_theta + rope_scaling) and v5 (rope_parameters), and one table repeated per layer type, read the same."""
     v4 = SimpleNamespace(rope_theta=1e6, rope_scaling={"type": "linear", "factor": 2.0})
@@ -53,7 +62,7 @@ def test_both_config_forms():
     assert read_rope(v4) == read_rope(v5) == read_rope(nested) == Rope("linear", 1e6, scaling={"factor": 2.0})
 
 
-@pytest.mark.parametrize("kind", ["longrope", "proportional", "made_up"])
+@pytest.mark.parametrize("kind", ["proportional", "made_up"])
 def test_other_types_are_refused_by_name(kind):
     """An unknown type is never ignored."""
     with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported"):
@@ -65,3 +74,5 @@ def test_tables_that_differ_between_layers_are_refused():
     two = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(ValueError, match="differ between layer types"):
         read_rope(SimpleNamespace(rope_parameters=two))
+    found = read_rope(SimpleNamespace(rope_parameters=two), two=True)  # a family that has them
+    assert (found.theta, found.sliding.theta, found.parameters()["sliding_attention"]["rope_theta"]) == (1e6, 1e4, 1e4)

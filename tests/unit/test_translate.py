@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_patch import registry, translate
+from tests.families import tiny
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, vocab_size=1003, rms_norm_eps=1e-5, max_position_embeddings=128,
@@ -64,37 +65,39 @@ def test_changed_sizes_are_rewritten():
     assert (out["num_hidden_layers"], out["vocab_size"], out["tie_word_embeddings"]) == (2, 1100, True)
 
 
-@pytest.mark.parametrize("name", sorted(registry.families()))
-def test_fresh_config_reads_back(name):
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_fresh_config_reads_back(case):
     """Without a reference, config.json carries v4 and v5 keys, and Transformers' class reads the same sizes from it."""
     from transformers import AutoConfig
 
-    family = registry.families()[name]
-    more = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2) if "moe" in name or name == "mixtral" else {}
-    if name.startswith("deepseek"):
-        more = dict(num_key_value_heads=4, num_experts_per_tok=4, n_group=4, topk_group=2, n_routed_experts=16)
-    rope = {} if name == "phi3" else {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # Phi-3's class takes longrope only
-    c = read(model_type=family.model_types[0], head_dim=16, rope_theta=5e4, **rope, **more)
+    c = translate.from_hf(json.loads(json.dumps(tiny.raw_config(case))))
     fresh = translate.to_hf(c.replace(hf={}))
     again = translate.from_hf(json.loads(json.dumps(fresh)))
-    assert dict(again.fields) == dict(c.fields) and again.rope == c.rope and fresh["rope_theta"] == 5e4
-    assert AutoConfig.for_model(**fresh).num_hidden_layers == 4
+    assert again.family is c.family and dict(again.fields) == dict(c.fields) and again.rope == c.rope
+    assert (again.vocab_size, again.tied, again.max_position_embeddings) == (c.vocab_size, c.tied, c.max_position_embeddings)
+    if tiny.CASES[case][0] not in tiny.REFERENCES:
+        assert fresh.get("rope_theta", 0) == (c.rope.theta if c.position_embedding_type == "rope" else 0)
+        assert AutoConfig.for_model(**fresh).num_hidden_layers == 4
+
+
+def test_every_family_has_a_case():
+    """Each family of model_zoo/ is proven by at least one tiny model."""
+    assert {translate.from_hf(tiny.raw_config(case)).family.name for case in tiny.CASES} == set(registry.families())
 
 
 @pytest.mark.parametrize("changes, message", [
     (dict(model_type="lama"), "model_type 'lama' is not supported.*Did you mean 'llama'"),
-    (dict(hidden_act="relu"), "hidden_act 'relu' is not supported"),
+    (dict(hidden_act="mish"), "hidden_act 'mish' is not supported"),
     (dict(attention_bias=True), "attention_bias=True with mlp_bias=False"),
     (dict(model_type="qwen3", attention_bias=True), "attention_bias=true is not supported"),
     (dict(quantization_config={"quant_method": "fp8"}), r"quantization_config \(fp8\)"),
     (dict(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
     (dict(hidden_size="64"), "hidden_size"), (dict(dtype="int8"), "dtype 'int8'"),
-    (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
-     "rope type 'longrope'"),
     (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
      "partial_rotary_factor 0.5 does not"),
-    (dict(model_type="phi3", resid_pdrop=0.1), "resid_pdrop=0.1 with embd_pdrop=0.0"),
-    (dict(model_type="phi3", embd_pdrop=0.1), "resid_pdrop=0.0 with embd_pdrop=0.1")])
+    (dict(model_type="opt", word_embed_proj_dim=32), "word_embed_proj_dim=32 with hidden_size=64"),
+    (dict(model_type="opt", do_layer_norm_before=False), "do_layer_norm_before=False is not supported .*expected True"),
+    (dict(model_type="falcon", new_decoder_architecture=True, parallel_attn=False), "parallel_attn=false with new_decoder")])
 def test_refusals_name_what_was_found(changes, message):
     with pytest.raises(ValueError, match=message):
         read(**changes)
