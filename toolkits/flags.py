@@ -65,6 +65,8 @@ def model_settings(config) -> dict:
     out = dict(position_embedding_type=config.position_embedding_type, max_position_embeddings=config.max_position_embeddings,
                rotary_base=theta, rotary_percent=rope.percent, vocab_size=config.vocab_size,
                untie_embeddings_and_output_weights=not config.tied)
+    if config.get("multi_latent_attention"):
+        return {**out, **rope.latent(), "rotary_base": theta}
     if rope.type == "linear" and float(rope.scaling["factor"]).is_integer():
         out["rotary_seq_len_interpolation_factor"] = int(rope.scaling["factor"])
     if rope.type == "llama3":
@@ -85,8 +87,9 @@ def missing(config) -> list[str]:
         out.append(f"{name} ({shown}) has no flag; train with --hf-model DIR, which takes it from config.json.")
     if rope.sliding is not None:
         out.append("layers with a sliding window have a rope of their own, for which there are no flags; train with --hf-model DIR.")
-    unwhole = rope.type == "linear" and not float(rope.scaling["factor"]).is_integer()
-    if rope.type in ("yarn", "dynamic", "longrope", "qwen_ntk") or unwhole:
+    latent = config.get("multi_latent_attention")
+    unwhole = rope.type == "linear" and (latent or not float(rope.scaling["factor"]).is_integer())
+    if rope.type in ("dynamic", "longrope", "qwen_ntk") or rope.type == "yarn" and not latent or unwhole:
         out.append(f"rope type '{rope.type}' {dict(rope.scaling)} has no flags; train with --hf-model DIR, which takes it from "
                    f"config.json.")
     if rope.type == "llama3" and (rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"],
