@@ -11,7 +11,7 @@ import torch
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1003,
              max_position_embeddings=128, rms_norm_eps=1e-3, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
-LENGTH = 96
+LENGTH, PROMPT, GREEDY = 96, 44, 16  # of all prompts, one after which no two best logits are within 1e-3
 
 
 def _scaled(kind, **more):
@@ -76,6 +76,8 @@ CASES = {
     "glm_130b": ("GLM130B", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
+FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
+         "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")  # what layers of upstream's own do; these run in more layouts
 PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
 IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
 REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
@@ -127,6 +129,15 @@ def save(case: str, folder, seed: int = 0, **overrides):
     model = build(case, seed, **overrides)
     model.save_pretrained(folder)
     return model
+
+
+def continuation(model, ids):
+    """(GREEDY best tokens after the first PROMPT of ``ids``' first row, gaps between the two best logits), both [1, GREEDY]."""
+    row, gaps = ids[:1, :PROMPT], []
+    for _ in range(GREEDY):
+        best = model(row).logits[:, -1].topk(2)
+        row, gaps = torch.cat([row, best.indices[:, :1]], 1), [*gaps, best.values[:, 0] - best.values[:, 1]]
+    return row[:, PROMPT:], torch.stack(gaps, 1)
 
 
 def save_gradients(model, folder, ids, labels, mask=None):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from tests.families.tiny import PROMPT
+
 LAYOUTS = {
     "one": {},
     "tp2": dict(tensor_model_parallel_size=2),
@@ -49,6 +51,20 @@ def logits(folders: dict, layouts: list) -> dict:
             _, chunks = load(folder, layout)
             got = full_logits(chunks, expected["tokens"])
             out[f"{case}/{layout}"] = torch.nan_to_num((got - expected["logits"]).abs(), nan=1e9).max().item()
+    return out
+
+
+def greedy_text(folders: dict) -> dict:
+    """{case: [continuation is Transformers', smallest gap between its two best logits]} on 1 rank."""
+    from megatron_patch.generation.greedy import greedy
+
+    out = {}
+    for case, folder in folders.items():
+        expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+        _, chunks = load(folder, "one")
+        steps = expected["continuation"].shape[1]
+        found, _ = greedy(chunks, expected["tokens"][:1, :PROMPT], steps)
+        out[case] = [torch.equal(found, expected["continuation"]), expected["gaps"].min().item()]
     return out
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.tiny import CASES, MOE
+from tests.families.tiny import CASES, FIRST, IN_INFERENCE_ONLY, MOE, PREFIX
 from tests.groups import run_ranks
 from tests.parallel import experts
 
 BOUND = 1e-4
 PARITY = "tests.parallel.parity:logits"
-TWO = ["tp2", "tp2sp", "pp2", "pp2uneven", "pp2layout", "pp2vpp2", "cp2"]
+TWO = ["tp2", "tp2sp", "pp2", "pp2vpp2"]
+MORE = ["pp2uneven", "pp2layout"]
 FOUR = ["tp2pp2", "tp2sppp2", "tp4"]
 
 
@@ -27,9 +28,10 @@ def test_models_tell_right_from_wrong(zoo):
     which of them feeds the experts (B63)."""
     for case, folder in zoo.items():
         assert torch.load(f"{folder}/expected.pt", weights_only=True)["logits"].std() >= 0.5, case
-        norms = [value for name, value in load_file(f"{folder}/model.safetensors").items() if name.endswith("layernorm.weight")]
+        norms = [value for name, value in load_file(f"{folder}/model.safetensors").items() if value.dim() == 1 and name.endswith("weight")]
+        norms = [value for value in norms if value.shape == norms[-1].shape]
         gaps = [(a - b).abs().mean() for a, b in itertools.combinations([torch.ones_like(norms[0]), *norms], 2)]
-        assert len(norms) >= 8 and min(gaps) >= 0.1, case
+        assert len(norms) >= 5 and min(gaps) >= 0.1, case
 
 
 @pytest.mark.layered
@@ -42,8 +44,16 @@ def test_one_rank(zoo):
 
 @pytest.mark.timeout(600)
 def test_two_ranks(zoo):
-    """TP2, TP2+SP, PP2 (even, uneven, layout string), VPP, CP2 on 2 ranks, every case."""
+    """TP2, TP2+SP, PP2, VPP on 2 ranks, every case; CP2 where attention allows it, and uneven pipelines."""
     check(run_ranks(2, PARITY, zoo, TWO, timeout=600))
+    check(run_ranks(2, PARITY, {k: v for k, v in zoo.items() if k not in PREFIX + IN_INFERENCE_ONLY}, ["cp2"], timeout=600))
+    check(run_ranks(2, PARITY, {k: zoo[k] for k in FIRST}, MORE, timeout=600))
+
+
+def test_text(zoo):
+    """16 greedy tokens are Transformers' own, every case; no two best logits are within 1e-3."""
+    wrong = {k: v for k, v in run_ranks(1, "tests.parallel.parity:greedy_text", zoo)[0].items() if not (v[0] and v[1] > 1e-3)}
+    assert not wrong, wrong
 
 
 @pytest.fixture(scope="module")
@@ -74,5 +84,5 @@ def test_sequential_equals_grouped_experts(on_two_ranks):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks(zoo):
-    """TP2+PP2 with and without SP, and TP4 with 2 key/value heads, on 4 ranks, every case."""
-    check(run_ranks(4, PARITY, zoo, FOUR, timeout=600))
+    """TP2+PP2 with and without SP, and TP4 with 2 key/value heads, on 4 ranks."""
+    check(run_ranks(4, PARITY, {k: zoo[k] for k in FIRST}, FOUR, timeout=600))

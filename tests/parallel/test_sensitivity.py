@@ -12,6 +12,7 @@ def test_every_change_shows(zoo):
     moved = run_ranks(1, "tests.parallel.parity:sensitivity", zoo)[0]
     silent = [k for k in moved if k.startswith("opt/") and k.endswith("k_proj.bias")]  # adds one number to all scores of a query
     assert len(silent) == 4 and all(moved.pop(k) <= 1e-4 for k in silent)
+    assert moved.pop("qwen/seq_length") <= 1e-4  # within it Qwen's rope is the plain one, see qwen_beyond
     still = {k: v for k, v in moved.items() if not v >= 1e-2}
     assert {k.split("/")[0] for k in moved} == set(CASES)
     assert not still, still

@@ -1,4 +1,14 @@
-"""ChatGLM-6B (model_type ``chatglm``, with ``inner_hidden_size``)."""
+"""ChatGLM-6B (model_type ``chatglm``, with ``inner_hidden_size``).
+
+Sources: GLM (arXiv 2103.10360), GLM-130B (arXiv 2210.02414), the hub's config. Shape: 28 layers, hidden 4096, 32 heads, FFN 16384,
+130528 tokens.
+
+Cross-check, 2026-11-30: modelscope 1.40.2 (``ChatGLMForConditionalGeneration``), the same random weights in both, fp32 on CPU, 4
+layers, [2, 96] ids with contexts of 10 and 40 tokens behind [gMASK], 40 and 7 behind [MASK]. Positions and masks are equal. Largest
+difference of logits, whose standard deviation is 1: 2.2e-6, once two things of the original are undone: it stores the rotary
+frequencies in fp16 (with that, 4.4e-4), and its layers take 28 for the number of layers in alpha whatever the config says, so that
+only a model of 28 layers is the same. Its missing imports were stubs.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,12 @@
-"""Qwen, the first release (model_type ``qwen``)."""
+"""Qwen, the first release (model_type ``qwen``).
+
+Sources: the Qwen report (arXiv 2309.16609) and the hub's configs. Shape of the 7B: 32 layers, hidden 4096, 32 heads,
+``intermediate_size`` 22016, 151936 tokens.
+
+Cross-check, 2026-11-30: modelscope 1.40.2 (``QWenForTextGeneration``), the same random weights in both, fp32 on CPU, 4 layers,
+[2, 96] ids. Largest difference of logits, whose standard deviation is 1: 5.5e-6 within ``seq_length`` 128, and with dynamic NTK and
+logn at work 7.4e-6 (``seq_length`` 40) and 9.1e-6 (24). Its missing imports were stubs.
+"""
 
 import math
 
