@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-# config.json as on the hub, as far as it says something about sizes.
+# config.json under the hub's keys, as far as it says something about sizes.
 CONFIGS = {
     "llama-405b": dict(
         model_type="llama", hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
@@ -26,7 +26,8 @@ CONFIGS = {
                        layer_norm_epsilon=1e-5, apply_residual_connection_post_layernorm=False),
     "galactica-120b": dict(
         model_type="opt", hidden_size=10240, ffn_dim=40960, num_hidden_layers=96, num_attention_heads=80, vocab_size=50000,
-        max_position_embeddings=2048, word_embed_proj_dim=10240, activation_function="gelu", do_layer_norm_before=True),
+        max_position_embeddings=2048, word_embed_proj_dim=10240, activation_function="gelu", do_layer_norm_before=True,
+        enable_bias=False),
     "gemma-2-27b": dict(
         model_type="gemma2", hidden_size=4608, intermediate_size=36864, num_hidden_layers=46, num_attention_heads=32,
         num_key_value_heads=16, head_dim=128, vocab_size=256000, max_position_embeddings=8192, query_pre_attn_scalar=144,

@@ -140,6 +140,21 @@ def test_a_node_starts_torchrun(models, recorded):
     assert "--data-path data/a_text_document --split 99,1,0" in " ".join(run) and run[-2:] == ["--log-interval", "5"]
 
 
+def test_convert_and_verify_call_their_commands(recorded, tmp_path):
+    """convert.sh goes to Megatron, and back with CKPT; verify.sh takes layout, checkpoint, length, type and platform from the
+    environment."""
+    folder, back = tmp_path / "m", dict(CKPT="c", OUT="o")
+    convert, check = ROOT / "examples/falcon/convert.sh", ROOT / "examples/falcon/verify.sh"
+    (there,), (again,) = recorded(convert, MODEL=folder), recorded(convert, MODEL=folder, **back)
+    assert there == ["-m", "toolkits.convert", "hf-to-megatron", "--hf", str(folder), "--out", "runs/m/megatron"]
+    assert again == ["-m", "toolkits.convert", "megatron-to-hf", "--ckpt", "c", "--hf-ref", str(folder), "--out", "o/hf"]
+    (plain,) = recorded(check, MODEL=folder)
+    (full,) = recorded(check, MODEL=folder, TP=2, PP=4, SEQ=96, DTYPE="bf16", PLATFORM="cpu", CKPT="c")
+    begin = ["-m", "toolkits.verify", "--hf", str(folder)]
+    assert plain == [*begin, *"--tp 1 --pp 1 --cp 1 --ep 1 --seq-length 64 --dtype fp32".split()]
+    assert full == [*begin, *"--tp 2 --pp 4 --cp 1 --ep 1 --seq-length 96 --dtype bf16 --sp --ckpt c --platform cpu".split()]
+
+
 def test_slurm_starts_pretrain_on_every_node(models, recorded, tmp_path):
     """slurm.sh under sbatch: srun of pretrain.sh, rendezvous on its first host, ranks from its variables; FAMILY is another folder."""
     for name, text in {"scontrol": "printf 'n07\\nn08\\n'", "srun": 'shift; SLURM_NODEID=1 exec "$@"'}.items():
