@@ -24,6 +24,7 @@ class Field:
     to_hf: Callable[[Any], Any] = lambda value: value
     default: Any = REQUIRED
     value: Any = None
+    with_config: bool = False  # to_hf(value, config) needs the other fields
 
     def read(self, hf) -> Any:
         """The Megatron value. Raises ValueError when ``hf`` lacks a required key."""
@@ -37,11 +38,11 @@ class Field:
             return self.default(hf) if callable(self.default) else self.default
         return self.to_mcore(found, hf)
 
-    def write(self, value) -> dict:
+    def write(self, value, config) -> dict:
         """The config.json keys that give ``value`` back."""
         if self.hf is None:
             return {}
-        out = self.to_hf(value)
+        out = self.to_hf(value, config) if self.with_config else self.to_hf(value)
         return out if isinstance(out, dict) else {self.hf: out}
 
 
@@ -87,6 +88,7 @@ class Family:
     two_ropes: bool = False  # layers with a sliding window may rotate by another table
     positions: str | Callable[[Any], str] = "rope"
     names: Mapping[str, str] = field(default_factory=dict)
+    extra_layers: bool = False  # checkpoints may hold layers beyond the last: multi-token prediction, which Transformers leaves out
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
     rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'
@@ -128,5 +130,5 @@ class Family:
         """config.json keys of a model config, the inverse of :meth:`read`."""
         out = {}
         for name, f in self.config.items():
-            out.update(f.write(config.get(name)))
+            out.update(f.write(config.get(name), config))
         return out

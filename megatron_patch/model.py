@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from megatron_patch import platform, spec, upstream
-from megatron_patch.layers.mla import replicated_projections
+from megatron_patch.layers.mla import replicated_projections, set_latents
 from megatron_patch.layers.vocabulary import hide_padding
 from megatron_patch.translate import ModelConfig
 
@@ -32,12 +32,20 @@ def _defaults(config) -> dict:
     out = dict(params_dtype=dtype, pipeline_dtype=dtype, hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False,
                gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
                calculate_per_token_loss=True)
-    factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if config.position_embedding_type == "rope" else 1.0
+    if latent_by_rope(config):
+        out.update(config.rope.latent())
+    whole = config.position_embedding_type == "rope" and not config.get("multi_latent_attention")
+    factor = config.rope.table(config.kv_channels, config.max_position_embeddings)[1] if whole else 1.0
     if factor != 1.0 and config.rope.percent == 1.0:
         out["softmax_scale"] = factor**2 / config.kv_channels**0.5  # cos and sin carry the factor on both q and k
     if config.virtual_pipeline_model_parallel_size:
         out.update(overlap_p2p_comm=True, batch_p2p_comm=False)  # core's defaults mismatch sends between a pair of ranks
     return out
+
+
+def latent_by_rope(config) -> bool:
+    """Whether the rope of multi-latent attention is that of a config.json, and not what flags say in core's fields."""
+    return bool(config.get("multi_latent_attention")) and bool(config.hf)
 
 
 def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None,
@@ -67,6 +75,9 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
             position_embedding_type=config.position_embedding_type, rotary_percent=config.rope.percent,
             rotary_base=config.rope.theta, mtp_block_spec=spec.mtp_spec(core, block, layer_impl, vp_stage), vp_stage=vp_stage)
     use_tables(model, config)
+    if latent_by_rope(config):
+        table, factor = config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings)
+        set_latents(model, table, factor, config.get("latent_norm_epsilon"))
     mark_rows(model, config)
     if pre_process:
         equip(model.embedding)
@@ -98,4 +109,3 @@ def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:
     return [build_model(config, pre_process=rank == 0 and stage == 0, post_process=rank == last_rank and stage == stages - 1,
                         vp_stage=stage if config.virtual_pipeline_model_parallel_size else None, layer_impl=layer_impl)
             for stage in range(stages)]
-

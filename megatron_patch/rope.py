@@ -45,6 +45,20 @@ class Rope:
             local["original_max_position_embeddings"] = self.scaling["original_max_position_embeddings"]
         return {"rope_theta": self.theta, "rope_scaling": scaling, **local}
 
+    def latent(self) -> dict:
+        """MLATransformerConfig's rope fields, each of them: its own defaults are YaRN by a factor of 40. A table that is neither plain
+        nor YaRN goes into the plain rope's place (layers/mla.py). Source: transformers DeepseekV3Attention, yarn_apply_mscale.
+        """
+        yarn, of = self.type == "yarn", self.scaling.get
+        all_dim = float(of("mscale_all_dim") or 0.0)
+        out = dict(rope_type="yarn" if yarn else "rope", rotary_base=self.theta, rotary_percent=self.percent,
+                   rotary_scaling_factor=float(of("factor") or 1.0), mscale_all_dim=all_dim,
+                   mscale=float(of("mscale") or 1.0) if all_dim else 1.0)  # without both, the factor on cos and sin is that of mscale 1
+        if yarn:
+            out.update(original_max_position_embeddings=of("original_max_position_embeddings"), beta_fast=of("beta_fast") or 32.0,
+                       beta_slow=of("beta_slow") or 1.0)
+        return out
+
     def table(self, head_dim: int, max_position_embeddings: int, length: int | None = None) -> tuple[Tensor, float]:
         """(inv_freq [rotary_dim / 2] fp32, factor on cos and sin) for sequences of ``length``, computed by Transformers' own functions.
 

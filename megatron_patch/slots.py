@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_patch.packing import GLU, PLAIN, QKV, Packing
 
 LAYER = "decoder.layers.{layer}."
+ATTENTION = LAYER + "self_attention."
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Slot:
     tp_dim: int | None = None
     when: Callable[[object, int | None], bool] = lambda config, layer: True
     vocab: bool = False
+    buffer: bool = False  # of fp32 in a model of any dtype, and not trained
 
     @property
     def per_layer(self) -> bool:
@@ -85,7 +87,7 @@ def has_norm_bias(config, layer: int | None) -> bool:
 
 
 def has_qk_norm(config, layer: int) -> bool:
-    return bool(config.get("qk_layernorm"))
+    return bool(config.get("qk_layernorm")) and not is_latent(config, layer)
 
 
 def has_head(config, layer=None) -> bool:
@@ -93,11 +95,32 @@ def has_head(config, layer=None) -> bool:
 
 
 def has_input_norm(config, layer) -> bool:
-    return config.get("sublayer_input_norm", True)
+    return config.get("sublayer_input_norm", True) and not is_latent(config, layer)
 
 
 def has_mlp_norm(config, layer) -> bool:
     return is_dense(config, layer) and has_input_norm(config, layer) and config.get("parallel_attention") != "one"
+
+
+def is_latent(config, layer=None) -> bool:
+    """True for multi-latent attention."""
+    return bool(config.get("multi_latent_attention"))
+
+
+def is_whole(config, layer=None) -> bool:
+    return not is_latent(config)
+
+
+def has_q_lora(config, layer=None) -> bool:
+    return is_latent(config) and config.get("q_lora_rank") is not None
+
+
+def has_q_proj(config, layer=None) -> bool:
+    return is_latent(config) and config.get("q_lora_rank") is None
+
+
+def has_router_bias(config, layer: int) -> bool:
+    return is_moe(config, layer) and bool(config.get("moe_router_enable_expert_bias"))
 
 
 def has_field(name: str):
@@ -114,7 +137,11 @@ def _hidden(c):
 
 
 def _heads(c):
-    return c.num_attention_heads * c.kv_channels
+    return c.num_attention_heads * (c.v_head_dim if is_latent(c) else c.kv_channels)
+
+
+def _latent_q(c):
+    return c.num_attention_heads * (c.qk_head_dim + c.qk_pos_emb_head_dim)
 
 
 def _qkv(c):
@@ -148,7 +175,8 @@ SLOTS = {
                       when=has_input_norm),
     "attn_norm_bias": Slot(LAYER + "input_layernorm.bias", _hidden, te=LAYER + "self_attention.linear_qkv.layer_norm_bias",
                            when=_both(has_input_norm, has_norm_bias)),
-    "qkv": Slot(LAYER + "self_attention.linear_qkv.weight", lambda c: (_qkv(c), c.hidden_size), packing=QKV, tp_dim=0),
+    "qkv": Slot(LAYER + "self_attention.linear_qkv.weight", lambda c: (_qkv(c), c.hidden_size), packing=QKV, tp_dim=0,
+                when=is_whole),
     "qkv_bias": Slot(LAYER + "self_attention.linear_qkv.bias", lambda c: (_qkv(c),), packing=QKV, tp_dim=0, when=has_qkv_bias),
     "q_norm": Slot(LAYER + "self_attention.q_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
     "k_norm": Slot(LAYER + "self_attention.k_layernorm.weight", lambda c: (c.kv_channels,), when=has_qk_norm),
@@ -168,7 +196,8 @@ SLOTS = {
     "mlp_out": Slot(LAYER + "mlp.linear_fc2.weight", lambda c: (c.hidden_size, c.ffn_hidden_size), tp_dim=1, when=is_dense),
     "mlp_out_bias": Slot(LAYER + "mlp.linear_fc2.bias", _hidden, when=_both(is_dense, has_linear_bias)),
     "mlp_sum_norm": Slot(LAYER + "mlp_bda.norm.weight", _hidden, when=has_field("sublayer_output_norm")),
-    "moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, disk=LAYER + "mlp.linear_fc1.layer_norm_weight", when=is_moe),
+    "moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, disk=LAYER + "mlp.linear_fc1.layer_norm_weight",
+                     when=_both(is_moe, has_input_norm)),
     "router": Slot(LAYER + "mlp.router.weight", lambda c: (c.num_moe_experts, c.hidden_size), when=is_moe),
     "expert_in": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
                       lambda c: (_mlp_rows(c, _moe_ffn(c)), c.hidden_size),
@@ -186,4 +215,21 @@ SLOTS = {
     "final_norm": Slot("decoder.final_layernorm.weight", _hidden),
     "final_norm_bias": Slot("decoder.final_layernorm.bias", _hidden, when=has_norm_bias),
     "head": Slot("output_layer.weight", _vocab, tp_dim=0, vocab=True, when=has_head),
+    # Multi-latent attention: on disk, the native spec has no other key for a norm than its own name.
+    "latent_attn_norm": Slot(LAYER + "input_layernorm.weight", _hidden, when=is_latent),
+    "latent_mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight",
+                            disk=LAYER + "pre_mlp_layernorm.weight", when=_both(is_dense, is_latent)),
+    "latent_moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, when=_both(is_moe, is_latent)),
+    "q_proj": Slot(ATTENTION + "linear_q_proj.weight", lambda c: (_latent_q(c), c.hidden_size), tp_dim=0, when=has_q_proj),
+    "q_down": Slot(ATTENTION + "linear_q_down_proj.weight", lambda c: (c.q_lora_rank, c.hidden_size), when=has_q_lora),
+    "q_down_norm": Slot(ATTENTION + "q_layernorm.weight", lambda c: (c.q_lora_rank,), te=ATTENTION + "linear_q_up_proj.layer_norm_weight",
+                        disk=ATTENTION + "q_layernorm.weight", when=has_q_lora),
+    "q_up": Slot(ATTENTION + "linear_q_up_proj.weight", lambda c: (_latent_q(c), c.q_lora_rank), tp_dim=0, when=has_q_lora),
+    "kv_down": Slot(ATTENTION + "linear_kv_down_proj.weight", lambda c: (c.kv_lora_rank + c.qk_pos_emb_head_dim, c.hidden_size),
+                    when=is_latent),
+    "kv_down_norm": Slot(ATTENTION + "kv_layernorm.weight", lambda c: (c.kv_lora_rank,),
+                         te=ATTENTION + "linear_kv_up_proj.layer_norm_weight", disk=ATTENTION + "kv_layernorm.weight", when=is_latent),
+    "kv_up": Slot(ATTENTION + "linear_kv_up_proj.weight",
+                  lambda c: (c.num_attention_heads * (c.qk_head_dim + c.v_head_dim), c.kv_lora_rank), tp_dim=0, when=is_latent),
+    "router_bias": Slot(LAYER + "mlp.router.expert_bias", lambda c: (c.num_moe_experts,), when=has_router_bias, buffer=True),
 }

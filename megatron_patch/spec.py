@@ -21,13 +21,16 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
     needed = edits(config)
     if layer_impl == "te" and needed:
         raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(needed)} of this model; use --transformer-impl native.")
+    again = (getattr(config, "recompute_modules", None) or ()) if config.recompute_granularity == "selective" else ()
+    if "layernorm" in again and {"parallel_attention", "residual_alpha"} & set(needed):
+        raise ValueError("--recompute-modules layernorm frees what a norm gives, which this model's layers use twice; leave it out.")
     if layer_impl == "native" and getattr(config, "moe_grouped_gemm", False):
         raise ValueError("moe_grouped_gemm needs layer_impl 'te': the native layers run experts one after another, to the same result.")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=layer_impl == "te", normalization=config.normalization,
                                       vp_stage=vp_stage)
-    return spec if layer_impl == "te" else localize(spec, config)
+    return corrected(spec, config) if layer_impl == "te" else localize(spec, config)
 
 
 def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
@@ -37,7 +40,7 @@ def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=layer_impl == "te", vp_stage=vp_stage)
-    return found if found is None or layer_impl == "te" else localize(found, config)
+    return found if found is None else corrected(found, config) if layer_impl == "te" else localize(found, config)
 
 
 def require(layer_impl: str) -> None:
@@ -88,11 +91,26 @@ def localize(spec, config):
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
     swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
              SelfAttention: chosen(SelfAttention, wide_qk_norm=WideNormAttention)}
-    return _rewrite(spec, swaps, config)
+    return _rewrite(corrected(spec, config), swaps, config)
+
+
+def corrected(spec, config):
+    """A copy of any spec with our router and multi-latent attention where upstream's would make another model."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megatron_patch.layers.config import own
+    from megatron_patch.layers.mla import LatentAttention
+    from megatron_patch.layers.router import Router
+
+    routes = own(config, "router_group_best") or config.moe_router_enable_expert_bias
+    swaps = {**({TopKRouter: Router} if routes else {}), **({MLASelfAttention: LatentAttention} if config.multi_latent_attention else {})}
+    return _rewrite(spec, swaps, None) if swaps else spec
 
 
 def _rewrite(node, swaps, config):
-    """Walk ModuleSpec, dataclass, partial, list and dict; upstream shares spec objects, so every level is copied."""
+    """Walk ModuleSpec, dataclass, partial, list and dict; upstream shares spec objects, so every level is copied. Without ``config``
+    nothing is edited."""
     if isinstance(node, type):
         return swaps.get(node, node)
     if isinstance(node, functools.partial):
@@ -102,7 +120,7 @@ def _rewrite(node, swaps, config):
         out = copy.copy(node)
         for f in dataclasses.fields(node):
             setattr(out, f.name, _rewrite(getattr(node, f.name), swaps, config))
-        return _own_sums(_own_activation(_replicate_latents(out)), config)
+        return out if config is None else _own_sums(_own_activation(_replicate_latents(out, config)), config)
     if isinstance(node, (list, tuple)):
         return type(node)(_rewrite(v, swaps, config) for v in node)
     if isinstance(node, dict):
@@ -129,15 +147,19 @@ def _own_sums(node, config):
     return node
 
 
-def _replicate_latents(node):
-    """In the submodules of multi-latent attention: down-projections and their norms whole on every TP rank."""
+def _replicate_latents(node, config):
+    """In the submodules of multi-latent attention: down-projections and their norms whole on every TP rank, no query norm without one."""
     if hasattr(node, "linear_kv_down_proj"):
+        from megatron.core.transformer.identity_op import IdentityOp
+
         from megatron_patch.layers.mla import LatentNorm, ReplicatedLinear
         from megatron_patch.layers.norm import Norm
 
         node.linear_q_down_proj = node.linear_kv_down_proj = ReplicatedLinear
         node.q_layernorm = LatentNorm if node.q_layernorm is Norm else node.q_layernorm
         node.kv_layernorm = LatentNorm if node.kv_layernorm is Norm else node.kv_layernorm
+        if config.q_lora_rank is None:
+            node.q_layernorm = IdentityOp  # core from 0.19 on refuses a norm that nothing uses
     return node
 
 

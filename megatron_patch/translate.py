@@ -165,7 +165,7 @@ def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
     out, before = dict(config.hf), from_hf(config.hf)
     for key, entry in config.family.config.items():
         if config.get(key) != before.get(key):
-            out.update(entry.write(config.get(key)))
+            out.update(entry.write(config.get(key), config))
     own, old = _own_keys(config), _own_keys(before)
     out.update({k: v for k, v in own.items() if v != old[k]})
     if config.rope != before.rope:

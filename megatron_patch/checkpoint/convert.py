@@ -45,7 +45,8 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
     folder, config = tracker.find(ckpt), load_config(hf_ref)
     out = output.place(out, ckpt=folder, hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
     source = MegatronSource(torch_dist_read.TorchDist(folder), config).check()
-    dtypes = {name: dtype or source.dtype(place) for place in plan(config.family, config) for name in place.names}
+    dtypes = {name: source.dtype(place) if place.slot.buffer else dtype or source.dtype(place)
+              for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
     with HfWriter(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force) as writer:
         add = _adder(progress, writer.nbytes)

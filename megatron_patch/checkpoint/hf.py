@@ -20,6 +20,11 @@ def bare(model) -> list:
     return out
 
 
+def tensors(chunk) -> dict[str, Tensor]:
+    """{name: tensor} of what a checkpoint holds of ``chunk``: its parameters, and the routers' selection biases, which are buffers."""
+    return dict(chunk.named_parameters()) | {name: b for name, b in chunk.named_buffers() if name.endswith(".expert_bias")}
+
+
 def owned(config, chunk, stage: int, at) -> list[tuple[str, Placement]]:
     """(parameter name, placement) of every parameter that virtual stage ``stage`` of the rank at ``at`` holds."""
     layers = layout.stages(config)[at.pp][stage]
@@ -28,7 +33,7 @@ def owned(config, chunk, stage: int, at) -> list[tuple[str, Placement]]:
         count = config.num_moe_experts // config.expert_model_parallel_size
         first = at.ep * count
         experts = range(first, first + count)
-    params = {name for name, _ in chunk.named_parameters()}
+    params = set(tensors(chunk))
     out = []
     for p in plan(config.family, config, layers=layers, experts=experts):
         local = p.layer - layers[0] if p.layer is not None else None
@@ -66,7 +71,7 @@ def load_hf(model, hf_dir, *, source=None) -> int:
     source.check()
     at = parallel.place()
     for stage, chunk in enumerate(chunks):
-        params = dict(chunk.named_parameters())
+        params = tensors(chunk)
         for name, placement in owned(config, chunk, chunk.vp_stage or stage, at):
             shard = read_shard(source, placement, config, at.etp if placement.slot.expert else at.tp)
             _fill(params.pop(name, None), shard, name, placement, config)
@@ -101,12 +106,13 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     dist.all_gather_object(places, at)
     params, found = {}, next(chunks[0].parameters())
     for stage, chunk in enumerate(chunks):
-        own = dict(chunk.named_parameters())
+        own = tensors(chunk)
         params.update({p.names: own[name] for name, p in owned(config, chunk, chunk.vp_stage or stage, at)})
     kind = dtype or found.dtype
     writer, failed = None, None
     try:
-        writer = HfWriter(out, hf_ref, config, kind, max_shard_size=max_shard_size, force=force) if rank == 0 else None
+        full = {name: torch.float32 for p in plan(config.family, config) if p.slot.buffer for name in p.names}
+        writer = HfWriter(out, hf_ref, config, kind, max_shard_size, dtypes=full, force=force) if rank == 0 else None
     except Exception as error:
         failed = error
     parallel.share_failure(failed)  # nobody may wait for a rank that gave up
@@ -150,7 +156,8 @@ def _collect(placement, config, places, rank, params, like):
         elif rank == holder:
             dist.send(params[placement.names].detach().contiguous(), dst=0)
         elif rank == 0:
-            box = torch.empty(placement.shard_shape(config), dtype=like.dtype, device=like.device)
+            kind = torch.float32 if placement.slot.buffer else like.dtype
+            box = torch.empty(placement.shard_shape(config), dtype=kind, device=like.device)
             dist.recv(box, src=holder)
             shards.append(box)
     return shards
@@ -164,4 +171,4 @@ def _write(writer, placement, shards, config, dtype) -> None:
     else:
         parts = placement.slot.packing.unpack(shards, config)
     for name, part in zip(placement.names, parts):
-        writer.add(name, part.to("cpu", dtype).contiguous())
+        writer.add(name, part.to("cpu", torch.float32 if placement.slot.buffer else dtype).contiguous())

@@ -5,17 +5,20 @@ Source: megatron/training/checkpointing.py (0.19.2), load_args_from_checkpoint a
 
 from argparse import Namespace
 
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 SAME_NAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "normalization", "attention_dropout", "hidden_dropout", "init_method_std", "moe_layer_freq",
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale")
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale",
+    *LATENT, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
 CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon", "layernorm_epsilon", "vocab_size")  # 0.16 and earlier say norm_epsilon
+    "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, "moe_router_num_groups", "moe_router_group_topk", "mscale",
+    "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
 UNSET = object()
 
 
@@ -51,6 +54,8 @@ def _positions(config) -> dict:
                rotary_interleaved=bool(config.get("rotary_interleaved")))
     if config.rope.type == "llama3":
         out.update(use_rope_scaling=True, rope_scaling_factor=config.rope.scaling.get("factor", 8.0))
+    if config.get("multi_latent_attention"):
+        out.update(config.rope.latent())
     return out
 
 

@@ -1,6 +1,9 @@
 """A checkpoint seen through a family: canonical Hugging Face names, wherever and however the tensors are held."""
 
+import logging
 import math
+import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from megatron_patch.checkpoint.plan import Placement, plan
 
+LOG = logging.getLogger(__name__)
 SHOWN = 8
 BLOCK_ROWS = 4096
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -112,7 +116,16 @@ class Source:
         problems = self._lacking() + self._misshapen() + self._no_weights() + self._unused() + self._tied_head()
         if problems:
             raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json: " + "; ".join(problems))
+        extra = [name for name in self.reader.names() if self._is_extra(name)]
+        if extra and int(os.environ.get("RANK", 0)) == 0:
+            LOG.warning("%s: %d tensors of layers beyond the %d of config.json (multi-token prediction, '%s' ...) are left out, as in "
+                        "Transformers: they are not trained, and an export has none.", self.reader.where, len(extra),
+                        self.config.num_layers, extra[0])
         return self
+
+    def _is_extra(self, name) -> bool:
+        layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.family.extra_layers else None
+        return layer is not None and int(layer[1]) >= self.config.num_layers
 
     def _lacking(self):
         lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]
@@ -123,7 +136,7 @@ class Source:
             return ": config.json says tie_word_embeddings=false, so the output layer must be there"
         if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and place.layer is not None:
             kind = "sparse" if self.config.moe_layer_freq[place.layer] else "dense"
-            return f": layer {place.layer} is {kind} by moe_layer_freq; check mlp_only_layers in config.json"
+            return f": layer {place.layer} is {kind} by moe_layer_freq; check {self.family.config['moe_layer_freq'].hf} in config.json"
         return ""
 
     def _misshapen(self):
@@ -141,7 +154,7 @@ class Source:
     def _unused(self):
         used = {at.name for at in self._at.values()} | set(self._spare_head())
         lines = [f"holds '{name}' {list(self.reader.shape(name))}, which no parameter of this model takes" for name in self.reader.names()
-                 if name not in used and not name.endswith(tuple(self.family.ignored))]
+                 if name not in used and not name.endswith(tuple(self.family.ignored)) and not self._is_extra(name)]
         return shorten(lines, "unused")
 
     def _spare_head(self) -> list[str]:

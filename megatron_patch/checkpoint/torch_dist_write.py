@@ -47,14 +47,15 @@ class Chunk:
 
 
 def chunks(source, config, dtype: torch.dtype | None = None) -> list[Chunk]:
-    """All chunks in model order. ``dtype`` None keeps each tensor's own; parts of one fused tensor must agree."""
+    """All chunks in model order. ``dtype`` None keeps each tensor's own; parts of one fused tensor must agree. Buffers keep theirs."""
     stacked, out = is_stacked(config), []
     for place in plan(config.family, config):
         kinds = {source.dtype(name) for name in place.names}
         if dtype is None and len(kinds) > 1:
             raise ValueError(f"{', '.join(place.names)} are fused into one tensor but have dtypes {sorted(map(str, kinds))}; "
                              f"choose --dtype.")
-        out += _place_chunks(place, config, dtype or kinds.pop(), disk_tensors(place, config, stacked))
+        kind = kinds.pop() if dtype is None or place.slot.buffer else dtype
+        out += _place_chunks(place, config, kind, disk_tensors(place, config, stacked))
     return out
 
 

@@ -26,6 +26,8 @@ class Own:
     prefix_freezes: bool = True  # after a [gMASK] positions stay
     prefix_rotary: int = 2  # parts of a head with positions of their own
     wide_qk_norm: bool = False  # one norm over all heads, before they are split
+    router_group_best: int | None = None  # a group of experts scores the sum of so many; None: top-k // groups taken
+    latent_norm_epsilon: float | None = None  # of the norms inside multi-latent attention; None: layernorm_epsilon
 
 
 @dataclass

@@ -41,7 +41,7 @@ FREE_ATTRIBUTES = ('make_vocab_size_divisible_by', 'max_position_embeddings')
 def describe(config) -> dict[str, Any]:
     """A ModelConfig (translate.load_config) by Megatron's names: TransformerConfig fields and GptSettings names.
     Raises ValueError for a rope that Megatron-LM has no flags for."""
-    rope = _rope(config.rope)
+    rope = config.rope.latent() if config.get('multi_latent_attention') else _rope(config.rope)
     return {
         'hidden_dropout': 0.0, 'attention_dropout': 0.0, **config.fields,
         'position_embedding_type': config.position_embedding_type,

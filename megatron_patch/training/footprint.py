@@ -67,6 +67,8 @@ def count(config, layers, *, first: bool, last: bool) -> tuple[int, int]:
     experts = range(config.num_moe_experts // config.expert_model_parallel_size) if config.get("num_moe_experts") else None
     dense = expert = 0
     for placement in plan(config.family or every_slot(), config, layers=layers, experts=experts):
+        if placement.slot.buffer:
+            continue
         copies = _copies(placement, config, first, last)
         if placement.slot.expert:
             expert += copies * _numel(placement, config)
@@ -95,5 +97,4 @@ def _numel(placement: Placement, config) -> int:
 
 def uncounted(config) -> list[str]:
     """What the model has and the table above leaves out."""
-    return [name for field, name in (("multi_latent_attention", "multi-latent attention"), ("mtp_num_layers", "multi-token prediction"))
-            if config.get(field)]
+    return ["multi-token prediction"] if config.get("mtp_num_layers") else []

@@ -25,6 +25,7 @@ SAVED = tuple("""
     moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_shared_expert_intermediate_size
     moe_shared_expert_gate multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    rope_type rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow
     mtp_num_layers vocab_size padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
     moe_router_load_balancing_type moe_aux_loss_coeff family
 """.split())

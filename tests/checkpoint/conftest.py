@@ -2,7 +2,8 @@
 
 import pytest
 
-CASES = ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "phi3", "glm", "starcoder2")
+CASES = ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "phi3", "glm", "starcoder2", "deepseek_v2", "deepseek_v3",
+         "moonlight", "glm4_moe")
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,16 @@ import re
 
 import torch
 
+LATENT = dict(linear_q_proj="q_proj", linear_q_down_proj="q_a_proj", q_layernorm="q_a_layernorm", linear_q_up_proj="q_b_proj",
+              linear_kv_down_proj="kv_a_proj_with_mqa", kv_layernorm="kv_a_layernorm", linear_kv_up_proj="kv_b_proj")
 NAMES = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj")
 
 
 def parameters(model, hf, sizes, ranks):
-    """{name: expected tensor} of one GPTModel chunk. ``sizes``: heads, groups, head_dim, experts; ``ranks``: tp, tp_rank, ep, ep_rank,
-    etp, etp_rank as core reports them."""
-    return {name: _one(model, name, p, hf, sizes, ranks) for name, p in model.named_parameters()}
+    """{name: expected tensor} of one GPTModel chunk, the selection biases of its routers included. ``sizes``: heads, groups, head_dim,
+    experts; ``ranks``: tp, tp_rank, ep, ep_rank, etp, etp_rank as core reports them."""
+    biases = [(name, b) for name, b in model.named_buffers() if name.endswith("router.expert_bias")]
+    return {name: _one(model, name, p, hf, sizes, ranks) for name, p in [*model.named_parameters(), *biases]}
 
 
 def _one(model, name, p, hf, sizes, ranks):
@@ -47,6 +50,9 @@ def _in_layer(rest, at, hf, sizes, ranks):
     if rest.startswith("self_attention.linear_proj."):
         whole = hf[at + NAMES["o"] + "." + kind]
         return whole.chunk(tp, 1)[rank] if kind == "weight" else whole
+    latent = at + f"self_attn.{LATENT.get(rest.split('.')[1])}.weight"
+    if latent in hf:
+        return hf[latent].chunk(tp)[rank] if latent.endswith(("q_proj.weight", "_b_proj.weight")) else hf[latent]
     norm = re.fullmatch(r"self_attention\.([qk])_layernorm\.weight", rest)
     if norm:
         return hf[at + f"self_attn.{norm[1]}_norm.weight"]
@@ -67,6 +73,8 @@ def _mlp(rest, at, hf, sizes, ranks):
     moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in hf else "mlp.")
     if rest == "mlp.router.weight":
         return hf[moe + "gate.weight"]
+    if rest == "mlp.router.expert_bias":
+        return hf[moe + "gate.e_score_correction_bias"]
     if rest == "mlp.shared_experts.gate_weight":
         return hf[at + "mlp.shared_expert_gate.weight"]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rest)
@@ -78,7 +86,9 @@ def _mlp(rest, at, hf, sizes, ranks):
         whole = hf[f"{at}mlp.{'c_fc' if layer == 'linear_fc1' else 'c_proj'}.{kind}"]
         return whole.chunk(tp)[rank] if layer == "linear_fc1" else whole.chunk(tp, 1)[rank] if kind == "weight" else whole
     where, which = re.fullmatch(r"(mlp\.|mlp\.shared_experts\.)(linear_fc[12])\.weight", rest).groups()
-    return _glu_or_down(which, at + where.replace("shared_experts", "shared_expert"), hf, tp, rank)
+    if at + "mlp.shared_experts.up_proj.weight" not in hf:  # the plural is DeepSeek's
+        where = where.replace("shared_experts", "shared_expert")
+    return _glu_or_down(which, at + where, hf, tp, rank)
 
 
 def _glu_or_down(which, at, hf, tp, rank):

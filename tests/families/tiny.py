@@ -14,6 +14,10 @@ ROPE = dict(rope_type="default", rope_theta=10000.0)
 LENGTH, PROMPT, GREEDY = 96, 44, 16  # of all prompts, one after which no two best logits are within 1e-3
 
 
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24)
+EXPERTS = dict(n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=1)
+
+
 def _scaled(kind, **more):
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **more))
 
@@ -52,7 +56,7 @@ CASES = {
         rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=[1.0] * 6,
         long_factor=[1.0 + i / 2 for i in range(6)]))),
     "olmo2": ("Olmo2Config", {}),
-    "bloom": ("BloomConfig", dict(n_layer=4, n_head=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True, seq_length=128)),
+    "bloom": ("BloomConfig", dict(num_attention_heads=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True)),
     "falcon": ("FalconConfig", dict(layer_norm_epsilon=1e-3, num_kv_heads=4, tie_word_embeddings=True)),
     "falcon_40b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, tie_word_embeddings=True)),
     "falcon_11b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, num_ln_in_parallel_attn=1)),
@@ -63,6 +67,19 @@ CASES = {
     "gpt_bigcode_mha": ("GPTBigCodeConfig", dict(n_layer=4, n_head=4, n_embd=64, n_positions=128, layer_norm_epsilon=1e-3, resid_pdrop=0.0,
                                                  embd_pdrop=0.0, attn_pdrop=0.0, multi_query=False, tie_word_embeddings=True)),
     "opt": ("OPTConfig", dict(ffn_dim=128, word_embed_proj_dim=64, dropout=0.0, tie_word_embeddings=True)),
+    "deepseek_v2": ("DeepseekV2Config", dict(
+        LATENT, **EXPERTS, q_lora_rank=32, topk_method="group_limited_greedy", n_group=4, topk_group=2, num_experts_per_tok=4,
+        routed_scaling_factor=4.0, **_scaled("yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=1.0,
+                                             mscale=1.0, mscale_all_dim=0.707))),
+    "deepseek_v2_lite": ("DeepseekV2Config", dict(LATENT, **EXPERTS, q_lora_rank=None, topk_method="greedy", num_experts_per_tok=3)),
+    "deepseek_v3": ("DeepseekV3Config", dict(
+        LATENT, **EXPERTS, q_lora_rank=32, n_group=4, topk_group=2, num_experts_per_tok=3, routed_scaling_factor=2.5,
+        rope_parameters=dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=32, mscale=1.0,
+                             mscale_all_dim=1.0))),
+    "moonlight": ("DeepseekV3Config", dict(LATENT, **EXPERTS, q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=3,
+                                           routed_scaling_factor=2.446, rope_parameters=dict(ROPE, rope_theta=5000.0))),
+    "glm4_moe": ("Glm4MoeConfig", dict(EXPERTS, head_dim=32, n_group=2, topk_group=1, num_experts_per_tok=2, use_qk_norm=True,
+                                       attention_bias=True, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
     "baichuan": ("Baichuan", {}),
     "baichuan_13b": ("Baichuan13B", {}),
     "baichuan2": ("Baichuan2", {}),
@@ -77,14 +94,14 @@ CASES = {
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
 FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
-         "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")  # what layers of upstream's own do; these run in more layouts
+         "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral")  # of upstream's own layers; in more layouts
 PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
 IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
 REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
               "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
               "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2",
               "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral")
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe")
 
 
 def config(case: str, **overrides):
@@ -121,6 +138,9 @@ def build(case: str, seed: int = 0, **overrides):
     for parameter_name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         p.data = 1 + 0.3 * noise if p.dim() == 1 and parameter_name.endswith(".weight") else 0.12 * noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -138,6 +158,19 @@ def continuation(model, ids):
         best = model(row).logits[:, -1].topk(2)
         row, gaps = torch.cat([row, best.indices[:, :1]], 1), [*gaps, best.values[:, 0] - best.values[:, 1]]
     return row[:, PROMPT:], torch.stack(gaps, 1)
+
+
+def save_with_answers(case: str, folder, **overrides) -> str:
+    """Save ``case`` to ``folder``, and Transformers' logits, loss, gradients and text beside it; returns the folder."""
+    model, labels = save(case, folder, **overrides), tokens(seed=6)
+    ids = inputs(case, model)
+    with torch.no_grad():
+        logits = model(ids).logits
+        text, gaps = continuation(model, ids)
+    loss = save_gradients(model, folder / "gradients", ids, labels)
+    torch.save({"tokens": ids, "labels": labels, "logits": logits, "loss": loss, "continuation": text, "gaps": gaps},
+               folder / "expected.pt")
+    return str(folder)
 
 
 def save_gradients(model, folder, ids, labels, mask=None):

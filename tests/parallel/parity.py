@@ -28,13 +28,14 @@ LAYOUTS = {
 def load(folder, layout, **fields):
     """This rank's chunks of the HF model in ``folder`` under ``layout``, process groups included."""
     from megatron_patch import build_model, load_config, load_hf, parallel  # noqa: F401
+    from megatron_patch.checkpoint.hf import tensors
     from megatron_patch.model import build_chunks
 
     config = load_config(folder, **{**LAYOUTS[layout], **fields})
     parallel.initialize(config)
     chunks = build_chunks(config)
     for chunk in chunks:
-        for p in chunk.parameters():
+        for p in tensors(chunk).values():
             p.data.fill_(float("nan"))  # a parameter that nothing fills shows up as nan
     load_hf(chunks, folder)
     return config, chunks
@@ -178,7 +179,7 @@ def sensitivity(folders: dict) -> dict:
     import dataclasses
 
     from megatron_patch import load_config, parallel
-    from megatron_patch.checkpoint.hf import owned
+    from megatron_patch.checkpoint.hf import owned, tensors
     from megatron_patch.generation.forward import full_logits
     from megatron_patch.model import build_chunks
 
@@ -186,7 +187,7 @@ def sensitivity(folders: dict) -> dict:
     for case, folder in folders.items():
         config, (chunk,) = load(folder, "one")
         expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
-        params = dict(chunk.named_parameters())
+        params = tensors(chunk)
         for name, placement in owned(config, chunk, 0, parallel.place()):
             at = 0
             for run in placement.slot.packing.runs(config, placement.shape(config)[0]):

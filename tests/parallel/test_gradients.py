@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.families import tiny
 from tests.families.tiny import IN_INFERENCE_ONLY, MOE
 from tests.groups import run_ranks
 
@@ -43,6 +44,16 @@ def test_experts_on_two_ranks(zoo, tmp_path):
     found = run_ranks(2, TARGET, {k: zoo[k] for k in MOE}, ["ep2", "etp2", "tp2ep2"], str(tmp_path), timeout=600)[0]
     check(found)
     assert [len(found[f"qwen2_moe/{layout}"][4]) for layout in ("ep2", "etp2", "tp2ep2")] == [3, 3, 3]  # one of 4 layers is dense
+
+
+@pytest.mark.timeout(600)
+def test_latent_attention_on_two_ranks(zoo, tmp_path):
+    """PP2 with virtual stages and CP2; and, where no layer has experts, TP2 without SP, which upstream refuses to train with experts:
+    the gradients of the latent norms and of the shared rotary key are whole on both ranks. Mutant: LatentNorm without its averaging."""
+    cases = {k: zoo[k] for k in ("deepseek_v2", "moonlight")}
+    check(run_ranks(2, TARGET, cases, ["pp2vpp2", "cp2"], str(tmp_path), timeout=600)[0])
+    dense = {k: tiny.save_with_answers(k, tmp_path / k, first_k_dense_replace=4) for k in ("deepseek_v2", "moonlight")}
+    check(run_ranks(2, TARGET, dense, ["tp2", "tp2sp"], str(tmp_path / "dense"), timeout=600)[0])
 
 
 @pytest.mark.slow

@@ -115,6 +115,12 @@ def rows():
     table += [
         StandIn(f"{m}:maybe_move_tensor_to_cpu", lambda o: _to_host, moe, "CPU split sizes stay tensors, all_to_all rejects them"),
         StandIn("megatron.core.transformer.multi_latent_attention:HAVE_TE", _false, mla, "True without TE (0.16.1)"),
+        StandIn(
+            "megatron.core.transformer.multi_latent_attention:YarnRotaryEmbedding",
+            lambda original: functools.partial(original, use_cpu_initialization=True),
+            "models/common/embeddings/yarn_rotary_pos_embedding.py",
+            "torch.device(ordinal) wants an accelerator",
+        ),
         StandIn(f"{r}:FP8GlobalStateManager", only_if_missing(FP8GlobalStateManager), random, undefined),
         StandIn(f"{r}:activation_recompute_forward", only_if_missing(_no_context), random, undefined),
         StandIn(f"{r}:fp8_autocast", only_if_missing(_no_context), random, undefined),
