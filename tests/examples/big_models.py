@@ -35,6 +35,14 @@ CONFIGS = {
     "baichuan2-13b": dict(
         model_type="baichuan", hidden_size=5120, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=40, vocab_size=125696,
         model_max_length=4096, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, z_loss_weight=0),
+    "deepseek-v3": dict(
+        model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
+        num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=256, n_shared_experts=1, first_k_dense_replace=3, num_experts_per_tok=8, n_group=8, topk_group=4,
+        routed_scaling_factor=2.5, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1,
+        vocab_size=129280, max_position_embeddings=163840, rms_norm_eps=1e-6, hidden_act="silu", rope_theta=10000,
+        tie_word_embeddings=False, rope_scaling=dict(
+            type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)),
     "glm-130b": dict(
         model_type="glm130b", hidden_size=12288, inner_hidden_size=32768, num_layers=70, num_attention_heads=96, vocab_size=150528,
         max_sequence_length=2048, layernorm_epsilon=1e-5, bos_token_id=150004, gmask_token_id=150001, mask_token_id=150000,
@@ -76,4 +84,5 @@ def original(name: str) -> dict[str, list[int]]:
             raw = dict(CONFIGS[name])
             model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(raw.pop("model_type"), **raw))
             model.tie_weights()
-    return {key: list(p.shape) for key, p in model.named_parameters()}
+    buffers = [(key, b) for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    return {key: list(p.shape) for key, p in [*model.named_parameters(), *buffers]}
