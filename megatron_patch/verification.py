@@ -32,27 +32,33 @@ class Outputs:
     gaps: Tensor
 
 
-def prompt(hf_dir, config: ModelConfig, length: int, multiple: int) -> Tensor:
-    """[1, length] token ids: a sentence repeated when the folder has a tokenizer, random ids otherwise."""
+def prompt(hf_dir, config: ModelConfig, length: int, multiple: int, trust_remote_code: bool = False) -> Tensor:
+    """[1, length] token ids: a sentence repeated when the folder has a tokenizer, random ids otherwise; the second half is the answer to
+    a context where the family has one."""
     length = -(-min(length, config.max_position_embeddings) // multiple) * multiple
     try:
         from transformers import AutoTokenizer
 
-        ids = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)(TEXT)["input_ids"]
+        ids = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)(TEXT)["input_ids"]
     except Exception:  # no tokenizer in the folder, or one that needs remote code: the ids below do as well
         ids = []
-    ids = [i for i in ids if i < config.vocab_size]
+    special = config.get("prefix_tokens") or ()
+    ids = [i for i in ids if i < config.vocab_size and i not in special]
     if not ids:
-        return torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
-    return torch.tensor([(ids * (length // len(ids) + 1))[:length]])
+        ids = torch.randint(0, min(special, default=config.vocab_size), (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    row = torch.tensor([(ids * (length // len(ids) + 1))[:length]])
+    if special:
+        row[0, length // 2 - 1:length // 2 + 1] = torch.tensor([special[1], special[0]])  # [gMASK], bos
+    return row
 
 
 @torch.no_grad()
-def huggingface(hf_dir, config: ModelConfig, tokens_1S: Tensor, new_tokens: int, dtype: torch.dtype) -> Outputs:
+def huggingface(hf_dir, config: ModelConfig, tokens_1S: Tensor, new_tokens: int, dtype: torch.dtype,
+                trust_remote_code: bool = False) -> Outputs:
     """Transformers' answers on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype, trust_remote_code=trust_remote_code).eval()
     with trace.record(trace.hf_layers(model, config.num_layers)) as layers:
         logits = model(tokens_1S).logits.float()
     row, gaps = tokens_1S, []
@@ -130,13 +136,13 @@ def default_tolerance(dtype: torch.dtype, layers: int) -> float:
 
 
 def run(config: ModelConfig, hf_dir, *, checkpoint=None, length=64, new_tokens=32, dtype=torch.float32, tolerance=None,
-        layer_impl="native") -> dict:
+        layer_impl="native", trust_remote_code=False) -> dict:
     """Compare on this job's ranks; the same report on every rank. ``config`` carries the layout and dtype fields."""
     parallel.initialize(config)
     cp, sp = config.context_parallel_size, config.sequence_parallel
     multiple = math.lcm(2 * cp if cp > 1 else 1, config.tensor_model_parallel_size * cp if sp else 1)
-    tokens = prompt(hf_dir, config, length, multiple)
-    theirs = huggingface(hf_dir, config, tokens, new_tokens, dtype) if dist.get_rank() == 0 else None
+    tokens = prompt(hf_dir, config, length, multiple, trust_remote_code)
+    theirs = huggingface(hf_dir, config, tokens, new_tokens, dtype, trust_remote_code) if dist.get_rank() == 0 else None
     ours = megatron(config, hf_dir, checkpoint, tokens, new_tokens, layer_impl, multiple)
     tolerance = tolerance or default_tolerance(dtype, config.num_layers)
     report = [compare(theirs, ours, tokens, tolerance, 1.0 if dtype == torch.float32 else 0.95) if ours else None]

@@ -27,6 +27,7 @@ def _parser():
     made.add_argument("--new-tokens", type=int, default=32, metavar="N", help="greedy continuation (default 32; 0: none)")
     made.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     made.add_argument("--tolerance", type=float, metavar="X", help="relative to the logits' standard deviation (default 1e-4 in fp32)")
+    made.add_argument("--trust-remote-code", action="store_true", help="run the modeling code beside the weights, as Transformers does")
     made.add_argument("--transformer-impl", choices=("native", "te"), default="native")
     return made
 
@@ -71,10 +72,26 @@ def _check_inputs(args, config) -> None:
     from megatron_patch.checkpoint.source import Source
     from megatron_patch.checkpoint.tracker import find
 
+    _check_original(args, config)
     spec.require(args.transformer_impl)
     Source(HfFolder(args.hf), config.family, config).check()
     if args.ckpt:
         find(args.ckpt)
+
+
+def _check_original(args, config) -> None:
+    """Whether there is an original to compare with: a class of Transformers, or code beside the weights that may be run."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.hf["model_type"]
+    if kind in CONFIG_MAPPING:
+        return
+    if not args.trust_remote_code:
+        raise ValueError(f"Transformers has no class for model_type '{kind}': its original is the code beside the weights, which is run "
+                         f"only with --trust-remote-code.")
+    if not config.hf.get("auto_map"):
+        raise ValueError(f"{args.hf}/config.json has no auto_map and Transformers no class for model_type '{kind}': there is no original "
+                         f"to compare with. tests/references holds this family to one; download the model with its code.")
 
 
 def _rank(args, config) -> int:
@@ -85,7 +102,7 @@ def _rank(args, config) -> int:
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     report = verification.run(config, args.hf, checkpoint=args.ckpt, length=args.seq_length, new_tokens=args.new_tokens, dtype=dtype,
-                              tolerance=args.tolerance, layer_impl=args.transformer_impl)
+                              tolerance=args.tolerance, layer_impl=args.transformer_impl, trust_remote_code=args.trust_remote_code)
     if dist.get_rank() == 0:
         _print(report, config, args)
         console.write_json(args.json, report)

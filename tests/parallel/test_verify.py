@@ -1,5 +1,7 @@
 """verify passes for the original and fails, naming the layer, for weights that are not: a check that can fail."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -55,3 +57,52 @@ def test_mistakes_are_found_before_ranks_start(zoo):
     found = run_ranks(1, "tests.parallel.verify_cases:mistakes", zoo["llama"], [arguments for arguments, _ in MISTAKES])[0]
     for (arguments, message), error in zip(MISTAKES, found):
         assert error and re.search(message, error) and "parallel-size" not in error, (arguments, error)
+
+
+# The code that stands beside Baichuan's weights: here the reference model as a class of Transformers.
+REMOTE = """
+from transformers import PreTrainedModel, PretrainedConfig
+
+from tests.references.baichuan import Baichuan13B
+
+
+class BaichuanConfig(PretrainedConfig):
+    model_type = "baichuan"
+
+
+class BaichuanForCausalLM(PreTrainedModel):
+    config_class = BaichuanConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.kept = [Baichuan13B(config.to_dict())]
+        self.model, self.lm_head = self.kept[0].model, self.kept[0].lm_head
+        self.post_init()
+
+    def forward(self, ids):
+        return self.kept[0](ids)
+"""
+
+
+@pytest.mark.slow
+def test_remote_code_runs_only_when_asked(zoo, tmp_path):
+    """A family without a class in Transformers is compared with the code beside its weights, with --trust-remote-code; without the flag,
+    or without the code, one line says so and nothing of the folder is run."""
+    folder = tmp_path / "baichuan"
+    shutil.copytree(zoo["baichuan_13b"], folder, ignore=shutil.ignore_patterns("gradients", "expected.pt"))
+
+    def verify(*flags):
+        return subprocess.run([sys.executable, "-m", "toolkits.verify", "--hf", folder, "--new-tokens", "0", "--platform", "cpu", *flags],
+                              capture_output=True, text=True, timeout=200, env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "code")})
+
+    bare = verify("--trust-remote-code")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_baichuan.BaichuanConfig", "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_baichuan.py").write_text(REMOTE)
+    refused = verify()
+    copied = list((tmp_path / "code").rglob("modeling_baichuan.py"))
+    passed = verify("--trust-remote-code")
+    assert bare.returncode == 1 and "has no auto_map" in bare.stderr
+    assert refused.returncode == 1 and "only with --trust-remote-code" in refused.stderr and not copied
+    assert passed.returncode == 0 and "PASS" in passed.stdout, passed.stdout + passed.stderr
