@@ -1,4 +1,4 @@
-"""Cases of single families: Baichuan2's head, rows without a context, and what cannot be done is refused by name."""
+"""Cases of users, of single families most of them: what counts, and what cannot be done is refused by name."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tests.groups import run_ranks
 
 @pytest.fixture(scope="module")
 def found(zoo, tmp_path_factory):
-    """Results of zoo_cases.everything on one rank."""
-    return run_ranks(1, "tests.parallel.zoo_cases:everything", zoo, str(tmp_path_factory.mktemp("cases")))[0]
+    """Results of cases.everything on one rank."""
+    return run_ranks(1, "tests.parallel.cases:everything", zoo, str(tmp_path_factory.mktemp("cases")))[0]
 
 
 def test_rows_of_the_head_count_by_direction(found):
@@ -17,6 +17,12 @@ def test_rows_of_the_head_count_by_direction(found):
     Mutant: a plain head, which moves the logits by more than 9 times themselves."""
     moved, raw = found["norm_head"]
     assert moved <= 1e-4 and raw
+
+
+def test_every_token_of_a_target_counts(found):
+    """4 labels of which each counts: the sum of our losses is that of the original's 4 log-probabilities, the last one too (B99)."""
+    ours, theirs = found["target"]
+    assert abs(ours - theirs) <= 1e-4 and theirs > 1
 
 
 def test_what_cannot_be_done_is_told(found):

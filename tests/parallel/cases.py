@@ -1,4 +1,4 @@
-"""Run on one rank: what users of single families ran into, and what those families refuse."""
+"""Run on one rank: what users ran into, of single families most of it, and what those refuse."""
 
 from pathlib import Path
 
@@ -9,8 +9,9 @@ from tests.parallel.parity import load
 
 
 def everything(folders: dict, out: str) -> dict:
-    """What test_zoo_cases asks for, by name."""
-    return dict(norm_head=norm_head(folders["baichuan2"], out), rows=rows_without_context(folders["chatglm"]),
+    """What test_cases asks for, by name."""
+    return dict(norm_head=norm_head(folders["baichuan2"], out), target=target(folders["qwen2"]),
+                rows=rows_without_context(folders["chatglm"]),
                 refusals={name: refusal(*case) for name, case in REFUSED(folders).items()})
 
 
@@ -26,6 +27,18 @@ def norm_head(folder, out) -> list:
     save_hf(chunks, f"{out}/ten", folder)
     raw = load_file(f"{folder}/model.safetensors")["lm_head.weight"]
     return [moved, torch.equal(load_file(f"{out}/ten/model.safetensors")["lm_head.weight"], raw * 10)]
+
+
+def target(folder) -> list:
+    """[sum of our losses of the last 4 labels of a row, the same from the original's logits]."""
+    _, (chunk,) = load(folder, "one")
+    expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+    ids, labels = expected["tokens"][:1], expected["labels"][:1]
+    mask = torch.zeros(labels.shape)
+    mask[:, -4:] = 1
+    losses = chunk(ids, torch.arange(ids.shape[1])[None], None, labels=labels, loss_mask=mask)
+    shares = expected["logits"][:1].log_softmax(-1).gather(-1, labels[..., None])[0, -4:]
+    return [(losses * mask).sum().item(), -shares.sum().item()]
 
 
 def rows_without_context(folder) -> str:
