@@ -21,9 +21,11 @@ MODELS = {
     "deepseek": (["moonlight", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite"], dict(TP=2, PP=2, EP=4)),
     "falcon": (["falcon_40b", "falcon_rw", "falcon_11b"], DENSE), "bloom": (["bloom"], DENSE),
     "starcoder": (["starcoder2", "gpt_bigcode", "gpt_bigcode_mha"], DENSE), "galactica": (["opt"], DENSE),
-    "gemma": (["gemma2", "gemma", "gemma3"], DENSE), "phi": (["phi3", "phi3_long", "phi4_mini"], DENSE), "olmo": (["olmo2"], DENSE),
+    "gemma": (["gemma2", "gemma", "gemma3"], DENSE), "phi": (["phi3", "phi3_long", "phi4_mini"], DENSE),
+    "olmo": (["olmo2", "olmoe"], dict(TP=2, PP=2, EP=4)),
     "internlm": (["internlm2"], DENSE)}
 JOBS = ("pretrain", "convert", "verify")
+LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length", "model_max_length")  # how config.json calls it
 WITH_SLURM = ("llama", "qwen", "mixtral")
 
 # Stands in for Python: keeps its command line instead of running it, since importing torch takes seconds.
@@ -51,8 +53,8 @@ def models(tmp_path_factory):
     """The folder of tiny Hugging Face models that take sequences of 8192 tokens, one a case of MODELS."""
     folder = tmp_path_factory.mktemp("models")
     for case in (case for cases, _ in MODELS.values() for case in cases):
-        names = registry.find(tiny.raw_config(case)["model_type"]).variant(tiny.config(case)).names
-        tiny.save(case, folder / case, **{names.get("max_position_embeddings", "max_position_embeddings"): 8192})
+        given = set(tiny.raw_config(case)) | (set() if tiny.CASES[case][0] in tiny.REFERENCES else set(tiny.SIZES))
+        tiny.save(case, folder / case, **{key: 8192 for key in LENGTHS if key in given})
     return folder
 
 
