@@ -31,6 +31,7 @@ COMMANDS = {
     "megatron-patch-convert": "toolkits.convert:main",
     "megatron-patch-verify": "toolkits.verify:main",
     "megatron-patch-plan": "toolkits.plan:main",
+    "megatron-patch-families": "toolkits.families:main",
     "megatron-patch-flags": "toolkits.flags:main",
     "megatron-patch-preprocess-data": "toolkits.preprocess_data:main",
     "megatron-patch-doctor": "toolkits.doctor:main",

@@ -164,6 +164,9 @@ def _check_tensor(config):
         raise ValueError(f"num_query_groups {groups} vs TP {tp}: one must divide the other; {hint}")
     for name, number in named.items():
         _divides(name, number, "TP", tp, hint)
+    if config.get("wide_qk_norm"):
+        hint = f"the norm over all key heads cannot share a head; TP can be {_divisors(groups, groups)}."
+        _divides("num_query_groups", groups, "TP", tp, hint)
 
 
 def _check_experts(config, flags):
@@ -199,8 +202,13 @@ def _check_sequence(config, seq_length, flags):
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     if config.sequence_parallel and tp < 2:
         raise ValueError(f"{flags['sequence_parallel']} needs {flags['tensor_model_parallel_size']} > 1, found {tp}; drop it.")
+    if cp > 1 and config.get("prefix_tokens"):
+        raise ValueError(f"CP {cp} does not go with this model's attention, whose context sees itself in both directions; use CP 1.")
     if seq_length is None:
         return
+    if config.position_embedding_type == "learned_absolute" and seq_length > config.max_position_embeddings:
+        raise ValueError(f"seq_length {seq_length} exceeds the {config.max_position_embeddings} positions that this model has learned; "
+                         f"use a shorter sequence.")
     limit = config.rope.limit(config.max_position_embeddings)
     if limit and seq_length > limit:
         raise ValueError(f"seq_length {seq_length} exceeds {limit}: dynamic rope scaling is exact only up to max_position_embeddings; "

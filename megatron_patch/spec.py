@@ -21,6 +21,9 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
     needed = edits(config)
     if layer_impl == "te" and needed:
         raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(needed)} of this model; use --transformer-impl native.")
+    again = (getattr(config, "recompute_modules", None) or ()) if config.recompute_granularity == "selective" else ()
+    if "layernorm" in again and {"parallel_attention", "residual_alpha"} & set(needed):
+        raise ValueError("--recompute-modules layernorm frees what a norm gives, which this model's layers use twice; leave it out.")
     if layer_impl == "native" and getattr(config, "moe_grouped_gemm", False):
         raise ValueError("moe_grouped_gemm needs layer_impl 'te': the native layers run experts one after another, to the same result.")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -42,9 +42,20 @@ def command(flags) -> int:
 
 def model_flags(config) -> list[str]:
     """The command line of the model itself: no parallel sizes, no training settings."""
-    from megatron_patch.training.flags_inverse import to_flags
+    from megatron_patch.training.flags_inverse import to_flags, without_flag
 
-    return to_flags({**{k: v for k, v in config.fields.items() if v is not None}, **model_settings(config)})
+    fields, unsaid = said_fields(config), without_flag(said_fields(config))
+    if "activation_func" in unsaid:
+        fields.pop("gated_linear_unit", None)
+    return to_flags({**{k: v for k, v in fields.items() if k not in unsaid}, **model_settings(config)})
+
+
+def said_fields(config) -> dict:
+    """The config's fields, less those of ours that change nothing."""
+    from megatron_patch.layers.config import Own
+
+    usual = {**vars(Own), "embedding_dropout": config.get("hidden_dropout")}
+    return {k: v for k, v in config.fields.items() if v is not None and not (hasattr(Own, k) and v == usual[k])}
 
 
 def model_settings(config) -> dict:
@@ -68,10 +79,17 @@ def model_settings(config) -> dict:
 
 def missing(config) -> list[str]:
     """What no flag of Megatron-LM says about this model."""
+    from megatron_patch.training.flags_inverse import without_flag
+
     rope, out = config.rope, []
+    for name, value in without_flag(said_fields(config)).items():
+        shown = getattr(value, "__name__", None) or getattr(getattr(value, "func", None), "__name__", value)
+        out.append(f"{name} ({shown}) has no flag; train with --hf-model DIR, which takes it from config.json.")
+    if rope.sliding is not None:
+        out.append("layers with a sliding window have a rope of their own, for which there are no flags; train with --hf-model DIR.")
     latent = config.get("multi_latent_attention")
-    if rope.type == "dynamic" or rope.type == "yarn" and not latent or (
-            rope.type == "linear" and (latent or not float(rope.scaling["factor"]).is_integer())):
+    unwhole = rope.type == "linear" and (latent or not float(rope.scaling["factor"]).is_integer())
+    if rope.type in ("dynamic", "longrope", "qwen_ntk") or rope.type == "yarn" and not latent or unwhole:
         out.append(f"rope type '{rope.type}' {dict(rope.scaling)} has no flags; train with --hf-model DIR, which takes it from "
                    f"config.json.")
     if rope.type == "llama3" and (rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"],

@@ -39,6 +39,20 @@ def to_flags(fields: Mapping[str, Any]) -> list[str]:
     return argv
 
 
+def without_flag(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `fields` that no flag of Megatron-LM gives, by name."""
+    from megatron_patch.training.flags_core import build_options
+
+    options = build_options()
+    out = {name: value for name, value in fields.items()
+           if name not in IMPLIED and value is not None and RENAMED.get(name, name) not in options}
+    try:
+        _activation_flags(fields)
+    except ValueError:
+        out['activation_func'] = fields.get('activation_func')
+    return out
+
+
 def _spell(option: Option, value: Any) -> list[str]:
     if value == option.default and type(value) is not bool or value is option.default:
         return []

@@ -7,6 +7,8 @@ import re
 
 import torch
 
+from tests.checkpoint import expected_gpt
+
 LATENT = dict(linear_q_proj="q_proj", linear_q_down_proj="q_a_proj", q_layernorm="q_a_layernorm", linear_q_up_proj="q_b_proj",
               linear_kv_down_proj="kv_a_proj_with_mqa", kv_layernorm="kv_a_layernorm", linear_kv_up_proj="kv_b_proj")
 NAMES = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj")
@@ -20,6 +22,9 @@ def parameters(model, hf, sizes, ranks):
 
 
 def _one(model, name, p, hf, sizes, ranks):
+    other = expected_gpt.parameter(model, name, p, hf, sizes, ranks)
+    if other is not None:
+        return other
     if name == "embedding.word_embeddings.weight":
         return _vocab(hf["model.embed_tokens.weight"], p, ranks)
     if name == "output_layer.weight":
@@ -42,8 +47,15 @@ def _in_layer(rest, at, hf, sizes, ranks):
     kind = rest.rsplit(".", 1)[-1]
     if rest.startswith("input_layernorm."):
         return hf[at + "input_layernorm." + kind]
+    gemma = at + "pre_feedforward_layernorm.weight"
     if rest.startswith("pre_mlp_layernorm."):
-        return hf[at + "post_attention_layernorm." + kind]
+        return hf[gemma] if gemma in hf else hf[at + "post_attention_layernorm." + kind]
+    if rest in ("self_attn_bda.norm.weight", "mlp_bda.norm.weight"):  # GLM-4's names, then Gemma's and OLMo's
+        names = {"s": ("post_self_attn_layernorm", "post_attention_layernorm"), "m": ("post_mlp_layernorm", "post_feedforward_layernorm")}
+        return next(hf[f"{at}{name}.weight"] for name in names[rest[0]] if f"{at}{name}.weight" in hf)
+    wide = re.fullmatch(r"self_attention\.([qk])_norm\.weight", rest)
+    if wide:
+        return hf[at + f"self_attn.{wide[1]}_norm.weight"].chunk(tp)[rank]
     if rest.startswith("self_attention.linear_qkv."):
         groups = [part.unflatten(0, (sizes["groups"], -1)) for part in _qkv(hf, at, kind, sizes)]  # [groups, heads * dim, ...]
         return torch.cat(groups, 1).chunk(tp)[rank].flatten(0, 1)
@@ -61,7 +73,7 @@ def _in_layer(rest, at, hf, sizes, ranks):
 
 def _qkv(hf, at, kind, sizes):
     """q, k and v, each with all its heads."""
-    fused = hf.get(at + "self_attn.qkv_proj." + kind)
+    fused = hf.get(at + "self_attn.qkv_proj." + kind, hf.get(at + "self_attn.W_pack." + kind))
     if fused is None:
         return [hf[at + NAMES[x] + "." + kind] for x in "qkv"]
     head = fused.shape[0] // (sizes["heads"] + 2 * sizes["groups"])

@@ -15,6 +15,7 @@ LAYOUTS = {
     2: {"tp2": dict(tensor_model_parallel_size=2), "pp2": dict(pipeline_model_parallel_size=2),
         "pp2vpp2": dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
         "ep2": dict(expert_model_parallel_size=2)},
+    4: {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
 }
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe")
 SAVED = {1: [("qwen3", "one"), ("qwen2_moe", "one"), ("moonlight", "one")],

@@ -37,6 +37,14 @@ def test_core_reads_every_parameter_bitwise(runs, hf, world):
         assert not {k: bad for k, bad in found["loaded"].items() if bad}
 
 
+@pytest.mark.slow
+def test_core_reads_tied_models_at_tp2_pp2(hf, megatron):
+    """Tied embeddings, converted, on 2 x 2 ranks: embedding and its copy, sharded, are the one tensor of the file (B15)."""
+    cases = {case: [str(hf[case]), str(megatron[case])] for case in ("qwen2_tied", "gemma2", "bloom")}
+    for found in run_ranks(4, "tests.checkpoint.ranks:load_all", cases):
+        assert found == {f"{case}/tp2pp2": [] for case in cases}
+
+
 @pytest.mark.skipif(not HAS_STOCK, reason="megatron.training is not in the 0.16.1 wheel")
 @pytest.mark.parametrize("world", [1, 2])
 def test_stock_loads_with_strict(runs, world):

@@ -7,13 +7,24 @@ import sys
 
 import pytest
 
+from megatron_patch import registry
 from tests.families import tiny
 from tests.groups import ROOT
 
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.sh") if path.name != "common.sh")
-# The layouts of these tiny models for 64 ranks: they have 4 layers, 2 kv heads, and 4 experts where they have any.
-MODELS = {"llama": ("llama", dict(TP=2, PP=2)), "qwen": ("qwen3_moe", dict(TP=2, PP=2, EP=4)),
-          "mixtral": ("mixtral", dict(TP=1, PP=4, EP=4))}
+DENSE = dict(TP=2, PP=2)
+# {folder of examples: (cases of tests.families.tiny, their layout for 64 ranks)}; 4 layers, 4 or 12 experts or none.
+MODELS = {
+    "llama": (["llama", "mistral"], DENSE), "qwen": (["qwen3_moe", "qwen", "qwen2_moe"], dict(TP=2, PP=2, EP=4)),
+    "mixtral": (["mixtral"], dict(TP=1, PP=4, EP=4)), "baichuan": (["baichuan2_13b", "baichuan"], DENSE),
+    "chatglm": (["chatglm3", "chatglm2", "chatglm", "glm_130b", "glm", "glm4", "glm4_moe"], dict(TP=2, PP=2, EP=4)),
+    "deepseek": (["moonlight", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite"], dict(TP=2, PP=2, EP=4)),
+    "falcon": (["falcon_40b", "falcon_rw", "falcon_11b"], DENSE), "bloom": (["bloom"], DENSE),
+    "starcoder": (["starcoder2", "gpt_bigcode", "gpt_bigcode_mha"], DENSE), "galactica": (["opt"], DENSE),
+    "gemma": (["gemma2", "gemma", "gemma3"], DENSE), "phi": (["phi3", "phi3_long", "phi4_mini"], DENSE), "olmo": (["olmo2"], DENSE),
+    "internlm": (["internlm2"], DENSE)}
+JOBS = ("pretrain", "convert", "verify")
+WITH_SLURM = ("llama", "qwen", "mixtral")
 
 # Stands in for Python: keeps its command line instead of running it, since importing torch takes seconds.
 RECORDER = """#!/usr/bin/env bash
@@ -37,10 +48,11 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """{folder of examples: tiny Hugging Face model}"""
+    """The folder of tiny Hugging Face models that take sequences of 8192 tokens, one a case of MODELS."""
     folder = tmp_path_factory.mktemp("models")
-    for name, (case, _) in MODELS.items():
-        tiny.save(case, folder / name, max_position_embeddings=8192)
+    for case in (case for cases, _ in MODELS.values() for case in cases):
+        names = registry.find(tiny.raw_config(case)["model_type"]).variant(tiny.config(case)).names
+        tiny.save(case, folder / case, **{names.get("max_position_embeddings", "max_position_embeddings"): 8192})
     return folder
 
 
@@ -75,27 +87,37 @@ def test_script_is_bash_and_short(script):
     """bash parses it; a script can be read at a glance."""
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(script.read_text().splitlines()) <= 40
+    assert len(script.read_text().splitlines()) <= (80 if script.name == "common.sh" else 40)
 
 
-def test_every_family_has_the_same_scripts():
-    """pretrain, convert, verify and slurm for llama, qwen and mixtral."""
-    names = {(path.parent.name, path.stem) for path in SCRIPTS}
-    assert names == {(family, job) for family in MODELS for job in ("pretrain", "convert", "verify", "slurm")}
+def test_every_folder_has_the_same_scripts():
+    """pretrain, convert and verify in every folder, slurm beside them for those that stand for the rest."""
+    found = {(path.parent.name, path.stem) for path in SCRIPTS}
+    assert found == {(folder, job) for folder in MODELS for job in JOBS} | {(folder, "slurm") for folder in WITH_SLURM}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent.name for path in SCRIPTS}))
+def test_a_folder_runs_families_that_exist(folder):
+    """The models of each folder are of a family that model_zoo declares; a folder that comes before its family fails here."""
+    for case in MODELS[folder][0]:
+        registry.find(tiny.raw_config(case)["model_type"])
 
 
 @pytest.mark.slow
 def test_every_script_runs_dry(models, recorded):
-    """DRY_RUN=1 for 64 ranks exits 0 for every script: settings, layout and weights are checked by pretrain --dry-run, or shown."""
-    lines = []
+    """DRY_RUN=1 for 64 ranks exits 0 for every script: settings, layout and weights are checked by pretrain --dry-run, or shown.
+    Each folder's first model runs all its scripts, its other models run pretrain."""
+    jobs = []
     for script in SCRIPTS:
-        family = script.parent.name
-        (line,) = recorded(script, MODEL=models / family, DRY_RUN=1, NODES=8, GLOBAL_BATCH=64, **MODELS[family][1])
-        lines.append(line)
-    for script, line, (code, printed) in zip(SCRIPTS, lines, replay(lines, 280), strict=True):
+        cases, layout = MODELS[script.parent.name]
+        for case in cases if script.stem == "pretrain" else cases[:1]:
+            sizes = layout if case in tiny.MOE else {**layout, "EP": 1}
+            (line,) = recorded(script, MODEL=models / case, DRY_RUN=1, NODES=8, GLOBAL_BATCH=64, **sizes)
+            jobs.append((script, line))
+    for (script, line), (code, printed) in zip(jobs, replay([line for _, line in jobs], 280), strict=True):
         assert code == 0, f"{script}: {line}\n{printed}"
         if script.stem == "convert":
-            assert "embed_tokens" in printed
+            assert "decoder.layers.{layer}.self_attention.linear_" in printed
         else:
             assert "64 ranks" in printed and printed.rstrip().endswith("dry run: ok")
 
@@ -119,8 +141,23 @@ def test_a_node_starts_torchrun(models, recorded):
     assert "--data-path data/a_text_document --split 99,1,0" in " ".join(run) and run[-2:] == ["--log-interval", "5"]
 
 
+def test_convert_and_verify_call_their_commands(recorded, tmp_path):
+    """convert.sh goes to Megatron, and back with CKPT; verify.sh takes layout, checkpoint, length, type and platform from the
+    environment."""
+    folder, back = tmp_path / "m", dict(CKPT="c", OUT="o")
+    convert, check = ROOT / "examples/falcon/convert.sh", ROOT / "examples/falcon/verify.sh"
+    (there,), (again,) = recorded(convert, MODEL=folder), recorded(convert, MODEL=folder, **back)
+    assert there == ["-m", "toolkits.convert", "hf-to-megatron", "--hf", str(folder), "--out", "runs/m/megatron"]
+    assert again == ["-m", "toolkits.convert", "megatron-to-hf", "--ckpt", "c", "--hf-ref", str(folder), "--out", "o/hf"]
+    (plain,) = recorded(check, MODEL=folder)
+    (full,) = recorded(check, MODEL=folder, TP=2, PP=4, SEQ=96, DTYPE="bf16", PLATFORM="cpu", CKPT="c")
+    begin = ["-m", "toolkits.verify", "--hf", str(folder)]
+    assert plain == [*begin, *"--tp 1 --pp 1 --cp 1 --ep 1 --seq-length 64 --dtype fp32".split()]
+    assert full == [*begin, *"--tp 2 --pp 4 --cp 1 --ep 1 --seq-length 96 --dtype bf16 --sp --ckpt c --platform cpu".split()]
+
+
 def test_slurm_starts_pretrain_on_every_node(models, recorded, tmp_path):
-    """slurm.sh under sbatch: srun of pretrain.sh, rendezvous on the first host, ranks from SLURM's variables."""
+    """slurm.sh under sbatch: srun of pretrain.sh, rendezvous on its first host, ranks from its variables; FAMILY is another folder."""
     for name, text in {"scontrol": "printf 'n07\\nn08\\n'", "srun": 'shift; SLURM_NODEID=1 exec "$@"'}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -131,6 +168,8 @@ def test_slurm_starts_pretrain_on_every_node(models, recorded, tmp_path):
     text = " ".join(run)
     assert "--nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint n07:20041 --rdzv-id 41" in text
     assert text.endswith("--exit-duration-in-mins 230")
+    (line,) = recorded(ROOT / "examples/llama/slurm.sh", MODEL=models / "bloom", DRY_RUN=1, FAMILY="bloom", NODES=8)
+    assert "--account-for-loss-in-pipeline-split" in line
 
 
 @pytest.mark.parametrize("job", ["pretrain", "convert", "verify"])

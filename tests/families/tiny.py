@@ -56,7 +56,8 @@ CASES = {
         rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, short_factor=[1.0] * 6,
         long_factor=[1.0 + i / 2 for i in range(6)]))),
     "olmo2": ("Olmo2Config", {}),
-    "bloom": ("BloomConfig", dict(n_layer=4, n_head=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True, seq_length=128)),
+    "olmoe": ("OlmoeConfig", dict(intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False)),
+    "bloom": ("BloomConfig", dict(num_attention_heads=6, hidden_size=96, layer_norm_epsilon=1e-3, tie_word_embeddings=True)),
     "falcon": ("FalconConfig", dict(layer_norm_epsilon=1e-3, num_kv_heads=4, tie_word_embeddings=True)),
     "falcon_40b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, tie_word_embeddings=True)),
     "falcon_11b": ("FalconConfig", dict(layer_norm_epsilon=1e-3, new_decoder_architecture=True, num_ln_in_parallel_attn=1)),
@@ -101,7 +102,7 @@ REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan
               "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
               "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2",
               "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe")
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe", "olmoe")
 
 
 def config(case: str, **overrides):

@@ -21,6 +21,8 @@ LAYOUTS = {
     "tp2ep2": dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
     "tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2sppp2": dict(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2),
+    "pp4counted": dict(pipeline_model_parallel_size=4, account_for_embedding_in_pipeline_split=True,
+                       account_for_loss_in_pipeline_split=True),
     "tp4": dict(tensor_model_parallel_size=4),
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.families import tiny
 from tests.groups import run_ranks
 
 TARGET = "tests.parallel.parity:round_trip"
@@ -26,3 +27,12 @@ def test_experts(zoo, tmp_path):
     """Each expert comes back as itself from EP2, expert-TP 2 and TP2+EP2 (B02, B31), the shared expert's gate too (B131)."""
     cases = {k: zoo[k] for k in ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe")}
     check(run_ranks(2, TARGET, cases, ["ep2", "etp2", "tp2ep2", "pp2"], str(tmp_path), timeout=600)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_counted_split(tmp_path):
+    """6 layers on 4 stages, embedding and loss counted as layers: 1, 2, 2, 1 layers come back bitwise, and so do 3 and 3 (B70)."""
+    tiny.save("llama", tmp_path / "six", num_hidden_layers=6)
+    check(run_ranks(4, TARGET, {"llama": str(tmp_path / "six")}, ["pp4counted"], str(tmp_path / "four"), timeout=600)[0])
+    check(run_ranks(2, TARGET, {"llama": str(tmp_path / "four/llama-pp4counted")}, ["pp2"], str(tmp_path / "two"))[0])

@@ -70,7 +70,7 @@ def test_commands_work_from_another_folder(python, tmp_path):
     assert "mlp.experts.linear_fc1" in told.pop("plan")
     versions = {"megatron-patch": __version__, "megatron-core": metadata.version("megatron-core"), "torch": metadata.version("torch")}
     assert [name for name, version in versions.items() if f"{name} {version}" not in report] == []
-    assert len(told) == 7
+    assert len(told) == 8
     assert [name for name, text in told.items() if "usage:" not in text] == []
     assert [name for name, text in told.items() if "--json" not in text] in ([], ["megatron-patch-pretrain"])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-MODELS = {"llama": {}, "llama_tied": {}, "qwen3": {}, "qwen3_moe": {}}
+MODELS = {"llama": {}, "llama_tied": {}, "qwen3": {}, "qwen3_moe": {}, "bloom": {}, "falcon_40b": {}, "gemma3": {}, "baichuan2": {}}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ from tests.training import one_step
 LOSS, NORM = 1e-5, 1e-4
 DIST = dict(use_distributed_optimizer=True)
 OVERLAP = dict(DIST, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=5000)
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = dict(moe_aux_loss_coeff=0.0)  # its gradient depends on the layout up to core 0.18
 
 
@@ -17,7 +18,8 @@ def spread(model, layout, **flags):
     return [model, layout, flags]
 
 
-ONE = [spread("llama", "one"), spread("llama_tied", "one"), spread("qwen3", "one"), spread("qwen3_moe", "one", **MOE)]
+ONE = [spread("llama", "one"), spread("llama_tied", "one"), spread("qwen3", "one"), spread("qwen3_moe", "one", **MOE),
+       *[spread(model, "one") for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")]]
 TWO = [
     spread("llama", "tp2"), spread("qwen3", "sp"), spread("llama", "pp2"), spread("llama", "pp2vpp2"), spread("llama", "cp2"),
     spread("llama", "dp2"), spread("llama", "dp2", **DIST), spread("llama", "dp2", **OVERLAP), spread("llama", "pp2vpp2", **OVERLAP),
@@ -25,6 +27,8 @@ TWO = [
     spread("qwen3_moe", "ep2", **MOE, **DIST), spread("qwen3_moe", "etp2", **MOE), spread("qwen3_moe", "pp2", **MOE),
     spread("qwen3_moe", "dp2", **MOE, expert_tensor_parallel_size=2), spread("qwen3_moe", "sp", **MOE, expert_tensor_parallel_size=1),
     spread("qwen3_moe", "sp", **MOE, **OVERLAP, expert_tensor_parallel_size=1),
+    *[spread(model, layout, **flags) for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")  # layers of our own
+      for layout, flags in (("sp", RECOMPUTE), ("pp2vpp2", OVERLAP))],
 ]
 FOUR = [
     spread("llama", "tp2pp2"), spread("llama_tied", "tp2pp2"), spread("llama_tied", "pp4"), spread("llama_tied", "dp2pp2", **DIST),

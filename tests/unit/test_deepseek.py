@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_patch import translate
+from megatron_patch import platform, translate
 
 V2 = dict(model_type="deepseek_v2", hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
           num_key_value_heads=4, vocab_size=1003, rms_norm_eps=1e-6, n_routed_experts=12, num_experts_per_tok=4, n_shared_experts=2,
@@ -51,6 +51,7 @@ def test_changed_fields_are_written(raw):
 
 def test_group_scores():
     """One token, 6 experts in 3 groups, 1 group and 2 experts taken: the maximum picks the group of .9, the sum of two that of .6 + .5."""
+    platform.activate("cpu")
     from megatron_patch.layers.router import limited_topk
 
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.4, 0.3]])

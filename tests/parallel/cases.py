@@ -1,0 +1,82 @@
+"""Run on one rank: what users ran into, of single families most of it, and what those refuse."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.parallel.parity import load
+
+
+def everything(folders: dict, out: str) -> dict:
+    """What test_cases asks for, by name."""
+    return dict(norm_head=norm_head(folders["baichuan2"], out), target=target(folders["qwen2"]),
+                rows=rows_without_context(folders["chatglm"]),
+                refusals={name: refusal(*case) for name, case in REFUSED(folders).items()})
+
+
+def norm_head(folder, out) -> list:
+    """[how far ten times larger head rows move the logits, that the export holds these rows bitwise]."""
+    from megatron_patch import save_hf
+    from megatron_patch.generation.forward import full_logits
+
+    _, chunks = load(folder, "one")
+    expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+    chunks[0].output_layer.weight.data.mul_(10)
+    moved = (full_logits(chunks, expected["tokens"]) - expected["logits"]).abs().max().item()
+    save_hf(chunks, f"{out}/ten", folder)
+    raw = load_file(f"{folder}/model.safetensors")["lm_head.weight"]
+    return [moved, torch.equal(load_file(f"{out}/ten/model.safetensors")["lm_head.weight"], raw * 10)]
+
+
+def target(folder) -> list:
+    """[sum of our losses of the last 4 labels of a row, the same from the original's logits]."""
+    _, (chunk,) = load(folder, "one")
+    expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
+    ids, labels = expected["tokens"][:1], expected["labels"][:1]
+    mask = torch.zeros(labels.shape)
+    mask[:, -4:] = 1
+    losses = chunk(ids, torch.arange(ids.shape[1])[None], None, labels=labels, loss_mask=mask)
+    shares = expected["logits"][:1].log_softmax(-1).gather(-1, labels[..., None])[0, -4:]
+    return [(losses * mask).sum().item(), -shares.sum().item()]
+
+
+def rows_without_context(folder) -> str:
+    """What a row without bos is told."""
+    from megatron_patch.generation.forward import full_logits
+
+    _, chunks = load(folder, "one")
+    return refusal(lambda: full_logits(chunks, torch.full((1, 16), 7)))
+
+
+def REFUSED(folders) -> dict:  # noqa: N802
+    """{name: (function, arguments)} of what raises."""
+    from megatron_patch import spec
+
+    def build(case, layer_impl="native", **fields):
+        from megatron_patch import load_config
+        from megatron_patch.model import transformer_config
+
+        spec.block_spec(transformer_config(load_config(folders[case]).replace(**fields)), layer_impl)
+
+    again = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
+    return dict(stock=(spec.bloom, None), layernorm=(lambda: build("falcon", **again),), wide=(lambda: check("olmo2", 4),),
+                prefix=(lambda: check("chatglm", context_parallel_size=2),), learned=(lambda: check("opt", seq_length=129),))
+
+
+def check(name, tp=1, seq_length=None, **fields):
+    """layout.check of a tiny model."""
+    from megatron_patch import layout, translate
+    from tests.families import tiny
+
+    config = translate.from_hf(tiny.raw_config(name)).replace(tensor_model_parallel_size=tp, **fields)
+    layout.check(config, seq_length=seq_length)
+
+
+def refusal(function, *arguments) -> str:
+    """The message of the ValueError that ``function`` raises."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
