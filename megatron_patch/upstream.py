@@ -93,6 +93,20 @@ TRAPS = (
         "tests/parallel/test_features.py",
     ),
     Trap(
+        "MLA without a low-rank query",
+        "transformer/mla_qk_norm_config.py (0.19)",
+        "qk_layernorm puts a norm before the query projection with Transformer Engine, and fails without it",
+        "layers/mla.py: the norms that the spec names, no more",
+        "tests/parallel/test_parity.py",
+    ),
+    Trap(
+        "selection bias of routers in 16 bits",
+        "transformer/module.py, Float16Module",
+        "the fp32 buffer is rounded before upstream casts it back: other experts are chosen, with no error",
+        "layers/router.py: a cast leaves the bias in fp32",
+        "tests/parallel/test_deepseek.py",
+    ),
+    Trap(
         "reshardable optimizer state with padded buckets",
         "optimizer/distrib_optimizer.py, get_parameter_state_dp_zero",
         "with several buckets and padding, main parameters and moments are saved shifted: a resumed run starts from garbage",
