@@ -65,6 +65,7 @@ verify() { # MODEL, or with CKPT a converted checkpoint of it, against Transform
                  --dtype "${DTYPE:-fp32}")
     [ "${TP:-1}" = 1 ] || words+=(--sp)
     [ -z "${CKPT:-}" ] || words+=(--ckpt "$CKPT")
+    [ "${TRUST:-0}" = 0 ] || words+=(--trust-remote-code)
     [ -z "${PLATFORM:-}" ] || words+=(--platform "$PLATFORM")
     "$PYTHON" -m toolkits.verify "${words[@]}"
 }

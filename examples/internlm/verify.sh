@@ -2,7 +2,7 @@
 # Is InternLM2 in Megatron what it is in Transformers? Logits, layers, loss and greedy text, in the layout of TP, PP, CP, EP.
 #   MODEL=internlm2_5-7b TP=2 bash examples/internlm/verify.sh
 #   MODEL=internlm2_5-7b CKPT=runs/x/megatron bash examples/internlm/verify.sh       a converted checkpoint
-# Transformers ships no class for it and verify runs no code of a folder: only DRY_RUN=1 works. The oracle is in tests/references.
+# Transformers has no class for it: TRUST=1 runs the code beside the weights. The tests hold the family to tests/references.
 # It starts its own ranks, one for each of TP x PP x CP. DRY_RUN=1 checks the layout only. Without a GPU: PLATFORM=cpu.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 

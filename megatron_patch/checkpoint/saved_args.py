@@ -5,6 +5,10 @@ Source: megatron/training/checkpointing.py (0.19.2), load_args_from_checkpoint a
 
 from argparse import Namespace
 
+import torch.nn.functional as F
+
+from megatron_patch.own import used
+
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 SAME_NAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear",
@@ -27,8 +31,9 @@ def saved_args(config, dtype=None) -> Namespace:
     args = Namespace(**{name: _plain(config.get(name)) for name in SAME_NAME if config.get(name) is not None})
     args.__dict__.update(
         norm_epsilon=config.layernorm_epsilon, layernorm_epsilon=config.layernorm_epsilon,
-        swiglu=bool(config.get("gated_linear_unit")), num_experts=config.get("num_moe_experts"),
-        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False, apply_layernorm_1p=False,
+        swiglu=bool(config.get("gated_linear_unit")) and config.get("activation_func") is F.silu, num_experts=config.get("num_moe_experts"),
+        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False,
+        apply_layernorm_1p=bool(config.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False, untie_embeddings_and_output_weights=not config.tied,
         mtp_num_layers=config.get("mtp_num_layers"),
         seq_length=config.max_position_embeddings, max_position_embeddings=config.max_position_embeddings,
@@ -39,7 +44,22 @@ def saved_args(config, dtype=None) -> Namespace:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1, expert_model_parallel_size=1, params_dtype=dtype or config.dtype,
         bf16=str(dtype or config.dtype) == "torch.bfloat16", fp16=str(dtype or config.dtype) == "torch.float16", **_positions(config))
+    if config.hf and beyond_arguments(config):  # a model made by flags is what its flags say
+        args.needs_hf_model = beyond_arguments(config)
     return args
+
+
+def beyond_arguments(config) -> list[str]:
+    """What makes this model another one than its arguments say: Megatron-LM has none for it."""
+    rope, out = config.rope, used(config)
+    if config.get("activation_func") is not F.silu or not config.get("gated_linear_unit"):
+        out.append("activation_func")
+    plain = rope.type == "default" or rope.type == "llama3" and (
+        rope.scaling.get("low_freq_factor"), rope.scaling.get("high_freq_factor"), rope.scaling.get("original_max_position_embeddings")
+    ) == (1.0, 4.0, 8192)
+    if config.position_embedding_type == "rope" and not (plain or config.get("multi_latent_attention")):
+        out.append(f"rope of type {rope.type}")
+    return out + ["rope of sliding windows"] * (rope.sliding is not None)
 
 
 def disk_vocab_rows(config) -> int:

@@ -125,6 +125,10 @@ def with_checkpoint_args(settings: Settings, found, common: Mapping[str, Any]) -
     saved = common.get("args")
     if saved is None:
         raise ValueError(f"checkpoint {found.path} has no args: leave --use-checkpoint-args out and give the flags of the model.")
+    beyond = getattr(saved, "needs_hf_model", None)
+    if beyond:
+        raise ValueError(f"--use-checkpoint-args: the model in {found.path} has {', '.join(beyond)}, for which Megatron-LM has no "
+                         "arguments; give --hf-model DIR instead: the model is its config.json's, the weights are the checkpoint's.")
     values = {**{OLD_NAMES.get(name, name): value for name, value in vars(saved).items()}, **vars(saved)}
     kept = {name: value for name, value in values.items() if name in SAVED and value is not None}
     for name in sorted(set(kept) & settings.given):

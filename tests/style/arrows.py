@@ -7,7 +7,7 @@ import ast
 LEVELS = (
     ("megatron_patch",),
     ("megatron_patch.main_grad",),
-    ("megatron_patch.packing", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch",
+    ("megatron_patch.packing", "megatron_patch.own", "megatron_patch.platform", "megatron_patch.upstream", "megatron_patch.launch",
      "megatron_patch.notices"),
     ("megatron_patch.slots",),
     ("megatron_patch.family",),

@@ -227,3 +227,24 @@ def test_checkpoint_without_args(tmp_path):
 
     with pytest.raises(ValueError, match=f"{tmp_path} has no args.*--use-checkpoint-args"):
         with_checkpoint_args(None, SimpleNamespace(path=tmp_path), {})
+
+
+@pytest.mark.parametrize("case, beyond", [
+    ("llama", None), ("qwen3_moe", None), ("glm", None), ("deepseek_v2_lite", ["latent_norm_epsilon"]),
+    ("llama_yarn", ["rope of type yarn"]),
+    ("falcon", ["parallel_attention", "activation_func"]), ("gemma3", ["embedding_multiplier", "sublayer_output_norm", "activation_func",
+                                                                       "rope of type linear", "rope of sliding windows"])])
+def test_what_arguments_cannot_say_is_refused(tmp_path, case, beyond):
+    """--use-checkpoint-args of a model that Megatron-LM has no arguments for would build another one: it is named. Mutant: no marker."""
+    from types import SimpleNamespace
+
+    from megatron_patch import translate
+    from megatron_patch.checkpoint.saved_args import saved_args
+    from megatron_patch.training.model_source import with_checkpoint_args
+    from tests.families import tiny
+
+    args = saved_args(translate.from_hf(tiny.raw_config(case)))
+    assert getattr(args, "needs_hf_model", None) == beyond
+    if beyond:
+        with pytest.raises(ValueError, match=f"{beyond[0]}.*give --hf-model DIR instead"):
+            with_checkpoint_args(None, SimpleNamespace(path=tmp_path), {"args": args})
