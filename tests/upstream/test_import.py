@@ -49,6 +49,6 @@ def test_every_module_imports():
     run = subprocess.run([sys.executable, "-c", IMPORT_ALL, *COMMANDS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     version, count, failed, usage = json.loads(run.stdout.splitlines()[-1])
-    assert len(COMMANDS) == 8 and usage == {name: [0, True] for name in COMMANDS}
+    assert len(COMMANDS) == 9 and usage == {name: [0, True] for name in COMMANDS}
     assert version.split("+")[0] == metadata.version("megatron-core")
     assert count > 10 and failed == {}
