@@ -119,10 +119,10 @@ def parity(dry_run: bool) -> list[dict]:
     import tempfile
 
     from megatron_patch import spec
-    from tests.families.tiny import CASES
+    from tests.families.tiny import HF_CASES
     from tests.gpu import models
 
-    cases = ("llama", "qwen3_moe") if dry_run else tuple(CASES)
+    cases = ("llama", "qwen3_moe") if dry_run else tuple(HF_CASES)
     with tempfile.TemporaryDirectory(prefix="tiny-") as root:
         folders = models.save_models(root, cases)
         rows = [models.parity(case, folders[case], dtype) for case in cases for dtype in models.DTYPES]

@@ -53,6 +53,8 @@ class RMSNorm(nn.Module):
             if x_SBH.device.type == "cpu":
                 return _RMSNormInFewPasses.apply(x_SBH, weight, self.eps)
             return F.rms_norm(x_SBH, weight.shape, weight, self.eps)
+        if self.zero_centered:  # Gemma multiplies before it rounds, by a sum that 16 bits would round
+            return F.rms_norm(x_SBH.float(), weight.shape, self.weight.float() + 1, self.eps).to(weight.dtype)
         return F.rms_norm(x_SBH.float(), weight.shape, None, self.eps).to(weight.dtype) * weight
 
 

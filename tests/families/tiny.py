@@ -102,6 +102,7 @@ REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan
               "Baichuan2With13B": "baichuan:Baichuan2With13B", "Qwen1": "qwen1:Qwen1", "ChatGLM2": "chatglm2:ChatGLM2",
               "ChatGLM3": "chatglm2:ChatGLM3", "InternLM2": "internlm2:InternLM2",
               "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
+HF_CASES = [case for case in CASES if CASES[case][0] not in REFERENCES]
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe", "olmoe")
 
 

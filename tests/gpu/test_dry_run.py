@@ -69,9 +69,9 @@ def test_every_gpu_test_on_the_cpu():
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.on_cpu", "-m", "gpu", "tests/gpu", timeout=280)
     failed = [line.split(" - ")[0].split("::")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     assert failed == ["test_platform_changes_nothing", "test_nccl_carries_one_rank"], done.stdout
-    from tests.families.tiny import CASES
+    from tests.families.tiny import HF_CASES
 
-    assert f" {39 + 3 * len(CASES)} passed" in done.stdout.splitlines()[-1], done.stdout.splitlines()[-1]
+    assert f" {39 + 3 * len(HF_CASES)} passed" in done.stdout.splitlines()[-1], done.stdout.splitlines()[-1]
 
 
 def test_without_a_device_the_benchmark_says_so():

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.families.tiny import CASES
+from tests.families.tiny import HF_CASES
 from tests.gpu import models
 
 pytestmark = pytest.mark.gpu
@@ -30,14 +30,14 @@ def test_nccl_carries_one_rank(cuda):
 
 
 @pytest.mark.parametrize("dtype", models.DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", HF_CASES)
 def test_parity(zoo, case, dtype):
     """Logits equal Transformers' (CPU): within 1e-4 in fp32; in bf16 within the tolerance of the depth, with the same best tokens."""
     row = models.parity(case, zoo[case], dtype)
     assert row["passed"], row
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", HF_CASES)
 def test_gradients(zoo, case, tmp_path):
     """Loss and the gradient of every parameter at step 0 equal Transformers' within 1e-4 relative (fp32)."""
     loss, gap, name = models.gradients(zoo[case], str(tmp_path / "out"))

@@ -85,3 +85,15 @@ def test_rms_norm_in_16_bit_is_as_before(build):
     """bf16 weights: statistics in fp32, rounded before the weight, as Hugging Face does it; bit for bit."""
     norm, x = build(32, dtype=torch.bfloat16), torch.randn(5, 1, 32).bfloat16()
     assert torch.equal(norm(x), F.rms_norm(x.float(), (32,), None, norm.eps).bfloat16() * norm.weight)
+
+
+def test_centred_weights_keep_their_bits(build):
+    """In bf16, 1 + w is not rounded before it multiplies: Gemma's own norm, to the rounding of the output alone. Mutant: a rounded sum,
+    which is 2^-8 off."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    norm, gemma = build(64, True, torch.bfloat16), GemmaRMSNorm(64, 1e-5)
+    gemma.weight.data = norm.weight.detach().clone()
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ours, theirs = norm(x).float(), gemma(x).float()
+    assert (ours != theirs).float().mean() <= 0.01 and (ours - theirs).abs().max() <= 2**-7 * theirs.abs().max()
