@@ -41,9 +41,10 @@ class _Masked(CoreAttention):
 
 
 class AlibiAttention(_Masked):
-    """Scores plus slope * key position, which differs from slope * (key - query) by what softmax drops.
+    """Scores plus slope * (key - query), so that in 16 bits what is near keeps its bits; Transformers leaves the query out, which softmax
+    drops, and rounds by the position in the sequence.
 
-    ``alibi`` 'bf16': slopes and products rounded to bf16 and scaled with the scores, as Falcon does.
+    ``alibi`` 'bf16': slopes * key rounded to bf16 and scaled with the scores, as Falcon does.
     Source: transformers models/bloom and models/falcon, build_alibi_tensor.
     """
 
@@ -51,14 +52,13 @@ class AlibiAttention(_Masked):
         heads, k = q_SBND.shape[2], k_KBGD.shape[0]
         first = parallel_state.get_tensor_model_parallel_rank() * heads
         slopes_N = slopes(self.config.num_attention_heads)[first:first + heads].to(q_SBND.device)
-        at_K = torch.arange(k, device=q_SBND.device)
+        at_K, seen = torch.arange(k, device=q_SBND.device), self._seen(q_SBND, k_KBGD, mask, is_causal)
         if self.config.alibi == "bf16":
-            bias = (slopes_N.bfloat16()[:, None] * at_K.bfloat16()).float() / math.sqrt(q_SBND.shape[-1])
+            bias = (slopes_N.bfloat16()[:, None, None] * at_K.bfloat16()).float() / math.sqrt(q_SBND.shape[-1])
         else:
-            bias = slopes_N[:, None] * (at_K - (k - 1))
-        seen = self._seen(q_SBND, k_KBGD, mask, is_causal)
-        bias_NSK = bias[:, None, :].to(q_SBND.dtype).masked_fill(~seen, float("-inf"))
-        return super()._sdpa(q_SBND, k_KBGD, v_KBGD, bias_NSK, False)
+            last = (seen * at_K).amax(-1, keepdim=True)  # the query itself is the last that it sees
+            bias = slopes_N[:, None, None] * (at_K - last)
+        return super()._sdpa(q_SBND, k_KBGD, v_KBGD, bias.to(q_SBND.dtype).masked_fill(~seen, float("-inf")), False)
 
 
 class SoftcapAttention(_Masked):
