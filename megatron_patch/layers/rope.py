@@ -2,6 +2,7 @@
 the length. The numbers are Transformers' own, from megatron_patch.rope."""
 
 import copy
+import functools
 import math
 
 import torch
@@ -46,10 +47,14 @@ def _refusal(limit: int):
 def _by_length(rope, head_dim, longest):
     """One set of factors up to the original length and another beyond, Qwen's in inference only. Source: transformers
     longrope_frequency_update; Qwen-7B's modeling_qwen.py."""
+    table = functools.cache(lambda length: rope.table(head_dim, longest, length)[0])
+
     def choose(module, args, kwargs):
-        length = None if rope.type == "qwen_ntk" and module.training else _length(args, kwargs)
-        _set(module, rope.table(head_dim, longest, length)[0])
-        module.forward.cache_clear()  # upstream keeps tables by length, whatever the mode
+        length = _length(args, kwargs)
+        if rope.type == "qwen_ntk":
+            length = None if module.training else length
+            module.forward.cache_clear()  # upstream keeps tables by length, whatever the mode
+        _set(module, table(length))
     return choose
 
 
