@@ -11,7 +11,7 @@ from tests.parallel.parity import load
 def everything(folders: dict, out: str) -> dict:
     """What test_cases asks for, by name."""
     return dict(norm_head=norm_head(folders["baichuan2"], out), target=target(folders["qwen2"]),
-                rows=rows_without_context(folders["chatglm"]),
+                rows=rows_without_context(folders["chatglm"]), modes=modes(folders["qwen_beyond"]), short=short(folders["phi3_long"]),
                 refusals={name: refusal(*case) for name, case in REFUSED(folders).items()})
 
 
@@ -39,6 +39,33 @@ def target(folder) -> list:
     losses = chunk(ids, torch.arange(ids.shape[1])[None], None, labels=labels, loss_mask=mask)
     shares = expected["logits"][:1].log_softmax(-1).gather(-1, labels[..., None])[0, -4:]
     return [(losses * mask).sum().item(), -shares.sum().item()]
+
+
+def modes(folder) -> list:
+    """Distance from the original in training and then, the same tokens, in inference: beyond seq_length they differ."""
+    from tests.families import tiny
+
+    _, (chunk,) = load(folder, "one")
+    original, ids, out = tiny.build("qwen_beyond"), tiny.tokens(), []
+    for training in (True, False):
+        chunk.train(training), original.train(training)
+        with torch.no_grad():
+            ours, theirs = chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None), original(ids).logits
+        out.append((ours[..., :theirs.shape[-1]] - theirs).abs().max().item())
+    return out
+
+
+def short(folder) -> float:
+    """Distance from the original at 64 tokens, for which longrope has its short factors, after a longer sequence."""
+    from megatron_patch.generation.forward import full_logits
+    from tests.families import tiny
+
+    _, chunks = load(folder, "one")
+    ids = tiny.tokens()
+    full_logits(chunks, ids)
+    with torch.no_grad():
+        theirs = tiny.build("phi3_long")(ids[:, :64]).logits
+    return (full_logits(chunks, ids[:, :64]) - theirs).abs().max().item()
 
 
 def rows_without_context(folder) -> str:

@@ -25,6 +25,12 @@ def test_every_token_of_a_target_counts(found):
     assert abs(ours - theirs) <= 1e-4 and theirs > 1
 
 
+def test_rope_follows_length_and_mode(found):
+    """Qwen's dynamic NTK and logn act in inference only, whatever the model did before; longrope takes its short factors again after a
+    long sequence. Mutant: upstream's tables, which it keeps by length, left as they are."""
+    assert max(found["modes"]) <= 1e-4 and found["short"] <= 1e-4
+
+
 def test_what_cannot_be_done_is_told(found):
     """Messages say what was found and what to do."""
     told = {**found["refusals"], "rows": found["rows"]}
