@@ -6,18 +6,20 @@ Source: megatron/training/checkpointing.py (0.19.2), load_args_from_checkpoint a
 from argparse import Namespace
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+DELTA = ("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
+         "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate")
 SAME_NAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "normalization", "attention_dropout", "hidden_dropout", "init_method_std", "moe_layer_freq",
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_load_balancing_type",
     "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale",
-    *LATENT, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
+    *LATENT, *DELTA, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
 CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, "moe_router_num_groups", "moe_router_group_topk", "mscale",
+    "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, *DELTA[2:], "moe_router_num_groups", "moe_router_group_topk", "mscale",
     "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
 UNSET = object()
 
@@ -28,8 +30,9 @@ def saved_args(config, dtype=None) -> Namespace:
     args.__dict__.update(
         norm_epsilon=config.layernorm_epsilon, layernorm_epsilon=config.layernorm_epsilon,
         swiglu=bool(config.get("gated_linear_unit")), num_experts=config.get("num_moe_experts"),
-        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False, apply_layernorm_1p=False,
-        apply_query_key_layer_scaling=False, untie_embeddings_and_output_weights=not config.tied,
+        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False,
+        apply_layernorm_1p=bool(config.get("layernorm_zero_centered_gamma")), apply_query_key_layer_scaling=False,
+        untie_embeddings_and_output_weights=not config.tied,
         mtp_num_layers=config.get("mtp_num_layers"),
         seq_length=config.max_position_embeddings, max_position_embeddings=config.max_position_embeddings,
         vocab_size=config.vocab_size, padded_vocab_size=disk_vocab_rows(config),
