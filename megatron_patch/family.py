@@ -89,6 +89,7 @@ class Family:
     positions: str | Callable[[Any], str] = "rope"
     names: Mapping[str, str] = field(default_factory=dict)
     extra_layers: bool = False  # checkpoints may hold layers beyond the last: multi-token prediction, which Transformers leaves out
+    extra_prefixes: tuple[str, ...] = ()  # names of such layers where they are not numbered with the others
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
     rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'

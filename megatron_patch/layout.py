@@ -8,6 +8,8 @@ get_transformer_layer_offset (tests/upstream compares them).
 import re
 from collections.abc import Mapping
 
+from megatron_patch import upstream
+
 # How pretrain calls what the messages speak of; a command with other flags passes its own, without those that it does not have.
 FLAGS = {field: f"--{field.replace('_', '-')}" for field in (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -114,6 +116,7 @@ def check(config, world_size: int | None = None, seq_length: int | None = None, 
     Sizes only, no process group."""
     _check_sizes(config)
     _check_tensor(config)
+    _check_delta(config)
     _check_experts(config, flags)
     _check_pipeline(config, flags)
     _check_sequence(config, seq_length, flags)
@@ -167,6 +170,20 @@ def _check_tensor(config):
     if config.get("wide_qk_norm"):
         hint = f"the norm over all key heads cannot share a head; TP can be {_divisors(groups, groups)}."
         _divides("num_query_groups", groups, "TP", tp, hint)
+    if config.get("attention_output_gate") and not upstream.gated_attention_shares_groups():
+        hint = f"ranks share a gated group from megatron-core 0.17 on, found {upstream.CORE_TEXT}; TP can be {_divisors(groups, groups)}."
+        _divides("num_query_groups", groups, "TP", tp, hint)
+
+
+def _check_delta(config):
+    """Gated delta nets cut their heads over TP, and over CP too."""
+    if config.get("experimental_attention_variant") != "gated_delta_net":
+        return
+    cp, heads = config.context_parallel_size, config.linear_num_key_heads
+    if cp > 1 and not upstream.delta_nets_cut_sequences():
+        raise ValueError(f"CP {cp} with gated delta nets needs megatron-core 0.18 or later, found {upstream.CORE_TEXT}; use CP 1.")
+    _divides("linear_num_key_heads", heads, "TP x CP", config.tensor_model_parallel_size * cp,
+             f"TP x CP can be {_divisors(heads, heads)}.")
 
 
 def _check_experts(config, flags):

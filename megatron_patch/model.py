@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-from megatron_patch import platform, spec, upstream
+from megatron_patch import delta, platform, spec, upstream
 from megatron_patch.layers.mla import replicated_projections, set_latents
 from megatron_patch.layers.vocabulary import hide_padding
 from megatron_patch.translate import ModelConfig
@@ -79,6 +79,7 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         table, factor = config.rope.table(config.qk_pos_emb_head_dim, config.max_position_embeddings)
         set_latents(model, table, factor, config.get("latent_norm_epsilon"))
     mark_rows(model, config)
+    delta.refuse_documents(model, core)
     if pre_process:
         equip(model.embedding)
     if post_process:

@@ -9,7 +9,7 @@ Source: megatron/core/models/gpt/gpt_layer_specs.py and the sharded_state_dict o
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.packing import GLU, PLAIN, QKV, Packing
+from megatron_patch.packing import DELTA_CONV, DELTA_IN, GLU, PLAIN, QKV, Packing
 
 LAYER = "decoder.layers.{layer}."
 ATTENTION = LAYER + "self_attention."
@@ -74,8 +74,20 @@ def has_shared_gate(config, layer: int) -> bool:
     return has_shared_expert(config, layer) and bool(config.get("moe_shared_expert_gate"))
 
 
+def is_delta(config, layer: int) -> bool:
+    """True when ``layer`` is a gated delta net in attention's place. Source: core experimental_attention_variant_module_specs.py."""
+    if config.get("experimental_attention_variant") != "gated_delta_net":
+        return False
+    freq = config.get("linear_attention_freq")
+    return bool(freq[layer]) if isinstance(freq, (list, tuple)) else (layer + 1) % freq != 0
+
+
+def attends(config, layer: int) -> bool:
+    return not is_delta(config, layer)
+
+
 def has_qkv_bias(config, layer: int) -> bool:
-    return bool(config.get("add_qkv_bias") or config.get("add_bias_linear"))
+    return attends(config, layer) and bool(config.get("add_qkv_bias") or config.get("add_bias_linear"))
 
 
 def has_linear_bias(config, layer: int) -> bool:
@@ -87,7 +99,7 @@ def has_norm_bias(config, layer: int | None) -> bool:
 
 
 def has_qk_norm(config, layer: int) -> bool:
-    return bool(config.get("qk_layernorm")) and not is_latent(config, layer)
+    return bool(config.get("qk_layernorm")) and is_whole(config, layer)
 
 
 def has_head(config, layer=None) -> bool:
@@ -107,8 +119,8 @@ def is_latent(config, layer=None) -> bool:
     return bool(config.get("multi_latent_attention"))
 
 
-def is_whole(config, layer=None) -> bool:
-    return not is_latent(config)
+def is_whole(config, layer: int) -> bool:
+    return not is_latent(config) and attends(config, layer)
 
 
 def has_q_lora(config, layer=None) -> bool:
@@ -145,7 +157,16 @@ def _latent_q(c):
 
 
 def _qkv(c):
-    return (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels
+    queries = c.num_attention_heads * (2 if c.get("attention_output_gate") else 1)
+    return (queries + 2 * c.num_query_groups) * c.kv_channels
+
+
+def _delta_key(c):
+    return c.linear_num_key_heads * c.linear_key_head_dim
+
+
+def _delta_value(c):
+    return c.linear_num_value_heads * c.linear_value_head_dim
 
 
 def _mlp_rows(c, size):
@@ -183,7 +204,7 @@ SLOTS = {
     "q_norm_wide": Slot(LAYER + "self_attention.q_norm.weight", lambda c: (_heads(c),), tp_dim=0, when=has_field("wide_qk_norm")),
     "k_norm_wide": Slot(LAYER + "self_attention.k_norm.weight", lambda c: (c.num_query_groups * c.kv_channels,), tp_dim=0,
                         when=has_field("wide_qk_norm")),
-    "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1),
+    "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1, when=attends),
     "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),
     "attn_sum_norm": Slot(LAYER + "self_attn_bda.norm.weight", _hidden, when=has_field("sublayer_output_norm")),
     "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=has_mlp_norm),
@@ -232,4 +253,14 @@ SLOTS = {
     "kv_up": Slot(ATTENTION + "linear_kv_up_proj.weight",
                   lambda c: (c.num_attention_heads * (c.qk_head_dim + c.v_head_dim), c.kv_lora_rank), tp_dim=0, when=is_latent),
     "router_bias": Slot(LAYER + "mlp.router.expert_bias", lambda c: (c.num_moe_experts,), when=has_router_bias, buffer=True),
+    # Gated delta nets, in place of attention.
+    "delta_in": Slot(ATTENTION + "in_proj.weight",
+                     lambda c: (2 * (_delta_key(c) + _delta_value(c) + c.linear_num_value_heads), c.hidden_size),
+                     packing=DELTA_IN, tp_dim=0, when=is_delta),
+    "delta_conv": Slot(ATTENTION + "conv1d.weight", lambda c: (2 * _delta_key(c) + _delta_value(c), 1, c.linear_conv_kernel_dim),
+                       packing=DELTA_CONV, tp_dim=0, when=is_delta),
+    "delta_dt": Slot(ATTENTION + "dt_bias", lambda c: (c.linear_num_value_heads,), tp_dim=0, when=is_delta),
+    "delta_decay": Slot(ATTENTION + "A_log", lambda c: (c.linear_num_value_heads,), tp_dim=0, when=is_delta),
+    "delta_norm": Slot(ATTENTION + "out_norm.weight", lambda c: (c.linear_value_head_dim,), when=is_delta),
+    "delta_out": Slot(ATTENTION + "out_proj.weight", lambda c: (c.hidden_size, _delta_value(c)), tp_dim=1, when=is_delta),
 }

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import importlib.util
 
+from megatron_patch import delta
+
 IMPLEMENTATIONS = ("native", "te")
 
 
@@ -26,6 +28,9 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
         raise ValueError("--recompute-modules layernorm frees what a norm gives, which this model's layers use twice; leave it out.")
     if layer_impl == "native" and getattr(config, "moe_grouped_gemm", False):
         raise ValueError("moe_grouped_gemm needs layer_impl 'te': the native layers run experts one after another, to the same result.")
+    delta.require(config, layer_impl)
+    if delta.has_delta(config):
+        return localize(delta.block_spec(config, vp_stage), config)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=layer_impl == "te", normalization=config.normalization,

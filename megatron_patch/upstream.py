@@ -66,6 +66,18 @@ def async_save_options():
     return {"async_strategy": "mcore"} if CORE >= (0, 17) else {}
 
 
+def delta_nets_cut_sequences():
+    """Whether gated delta nets run under context parallelism: from 0.18 on.
+    Source: megatron/core/transformer/transformer_config.py, __post_init__."""
+    return CORE >= (0, 18)
+
+
+def gated_attention_shares_groups():
+    """Whether attention with an output gate runs at a TP above num_query_groups: 0.16 cuts the queries and not their gates.
+    Source: megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors."""
+    return CORE >= (0, 17)
+
+
 @dataclass(frozen=True)
 class Trap:
     """Something megatron-core gets silently wrong or slow when run as we run it."""

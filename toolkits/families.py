@@ -23,6 +23,7 @@ RELEASED = {
     "qwen3": ("Qwen3: 0.6B 16/8, 1.7B 16/8, 4B 32/8, 8B 32/8, 14B 40/8, 32B 64/8", ""),
     "qwen2_moe": ("Qwen1.5: A2.7B 16; Qwen2: 57B-A14B 28/4", "shared expert"),
     "qwen3_moe": ("Qwen3: 30B-A3B 32/4, 235B-A22B 64/4", ""),
+    "qwen3_next": ("Qwen3-Next: 80B-A3B 16/2", "gated delta nets; CP from megatron-core 0.18 on"),
     "baichuan": ("Baichuan: 7B 32; Baichuan2: 7B 32", "Baichuan2: rows of the head normalised"),
     "baichuan_alibi": ("Baichuan: 13B 40; Baichuan2: 13B 40", "ALiBi"),
     "chatglm": ("ChatGLM: 6B 32", "context bidirectional"),

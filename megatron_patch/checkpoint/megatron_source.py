@@ -25,30 +25,35 @@ class MegatronSource:
         """Where ``place`` is. Raises ValueError when the checkpoint does not hold it."""
         tried = [at for stacked in (True, False) for at in disk_tensors(place, self.config, stacked)]
         for at in tried:
-            if at.key in self.disk.tensors:
+            if at.key + self._endings(place)[0] in self.disk.tensors:
                 return at
         raise ValueError(f"{self.config.family.name}: {self.disk.folder} lacks {' or '.join(dict.fromkeys(at.key for at in tried))} "
                          f"(slot '{place.key}').")
 
+    def _endings(self, place) -> list[str]:
+        return [ending for ending, _ in place.slot.packing.sections(self.config, place.shape(self.config)[0])]
+
     def dtype(self, place: Placement) -> torch.dtype:
-        return self.disk.dtype(self.locate(place).key)
+        return self.disk.dtype(self.locate(place).key + self._endings(place)[0])
 
     def blocks(self, place: Placement, part: int) -> Iterator[Tensor]:
         """The rows of HF tensor ``place.names[part]``, in order."""
         at, shape = self.locate(place), place.shape(self.config)
-        step = max(1, BLOCK // max(1, torch.Size(shape[1:]).numel() * self.disk.dtype(at.key).itemsize))
-        for first, count in self._ranges(place, part):
+        step = max(1, BLOCK // max(1, torch.Size(shape[1:]).numel() * self.dtype(place).itemsize))
+        for ending, first, count in self._ranges(place, part):
             for low in range(first, first + count, step):
-                yield self.disk.rows(at.key, at.lead, low, min(low + step, first + count))
+                yield self.disk.rows(at.key + ending, at.lead, low, min(low + step, first + count))
 
     def _ranges(self, place, part):
-        """(first fused row, rows) of one part, in the part's own order."""
-        found, at = [], 0
-        for run in place.slot.packing.runs(self.config, place.shape(self.config)[0]):
-            if run.part == part:
-                found.append((run.start, at, run.length))
-            at += run.length
-        return [(fused, length) for _, fused, length in sorted(found)]
+        """(key ending, first row there, rows) of one part, in the part's own order."""
+        found = []
+        for ending, runs in place.slot.packing.sections(self.config, place.shape(self.config)[0]):
+            at = 0
+            for run in runs:
+                if run.part == part:
+                    found.append((run.start, ending, at, run.length))
+                at += run.length
+        return [where for _, *where in sorted(found)]
 
     def check(self) -> "MegatronSource":
         """Raise ValueError unless arguments, tensors and shapes agree with config.json and no model tensor is left over."""
@@ -61,10 +66,10 @@ class MegatronSource:
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            used.add(at.key)
-            problems += self._shape_problem(at, place) if at.key not in seen else []
+            problems += self._shape_problems(at, place) if at.key not in seen else []
             seen.add(at.key)
-            used.update(d.key for stacked in (True, False) for d in disk_tensors(place, self.config, stacked))
+            used.update(d.key + ending for stacked in (True, False) for d in disk_tensors(place, self.config, stacked)
+                        for ending in self._endings(place))
         problems += [f"holds '{key}' {list(self.disk.shape(key))}, which no parameter of this model takes"
                      for key in self.disk.tensors if key.startswith(MODEL) and key not in used]
         if problems:
@@ -72,8 +77,16 @@ class MegatronSource:
                              + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
         return self
 
-    def _shape_problem(self, at, place):
-        found, expected = self.disk.shape(at.key), (*at.grid, *place.shape(self.config))
-        if place.slot.vocab and len(found) == len(expected) and found[1:] == expected[1:] and found[0] >= expected[0]:
+    def _shape_problems(self, at, place):
+        rows, *rest = place.shape(self.config)
+        sections = place.slot.packing.sections(self.config, rows)
+        return [line for ending, runs in sections for line in self._shape_problem(at.key + ending, (
+            *at.grid, sum(run.length for run in runs), *rest), place.slot.vocab)]
+
+    def _shape_problem(self, key, expected, vocab):
+        if key not in self.disk.tensors:
+            return [f"lacks {key}"]
+        found = self.disk.shape(key)
+        if vocab and len(found) == len(expected) and found[1:] == expected[1:] and found[0] >= expected[0]:
             return []
-        return [] if found == expected else [f"'{at.key}' has shape {list(found)}, config.json needs {list(expected)}"]
+        return [] if found == expected else [f"'{key}' has shape {list(found)}, config.json needs {list(expected)}"]

@@ -124,6 +124,8 @@ class Source:
         return self
 
     def _is_extra(self, name) -> bool:
+        if name.startswith(self.family.extra_prefixes):
+            return True
         layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.family.extra_layers else None
         return layer is not None and int(layer[1]) >= self.config.num_layers
 

@@ -56,7 +56,7 @@ def extra_states(config, stacked: bool) -> list[str]:
             continue
         for at in disk_tensors(place, config, stacked):
             module = at.key.rsplit(".", 1)[0]
-            if module.rsplit(".", 1)[-1].startswith("linear_") or module.endswith("layernorm"):
+            if module.rsplit(".", 1)[-1].startswith("linear_") or module.endswith(("layernorm", ".in_proj", ".out_proj")):
                 found[_object_key(module, at)] = None
             if place.key == "attn_out":
                 found[_object_key(module.replace("linear_proj", "core_attention"), at)] = None

@@ -61,22 +61,23 @@ def chunks(source, config, dtype: torch.dtype | None = None) -> list[Chunk]:
 
 def _place_chunks(place, config, dtype, disk):
     rows, *rest = place.shape(config)
-    total = disk_vocab_rows(config) if place.slot.vocab else rows
-    lead, grid = disk[0].lead, disk[0].grid
-    keys, out = tuple(d.key for d in disk), []
+    lead, grid, out = disk[0].lead, disk[0].grid, []
+    sections = place.slot.packing.sections(config, rows)
 
-    def add(first, count, runs):
+    def add(ending, total, first, runs, padding=0):
         pieces = tuple((place.names[r.part], r.start, r.start + r.length) for r in runs)
-        out.append(Chunk(keys, (*grid, total, *rest), dtype, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest), pieces))
+        count = sum(r.length for r in runs) or padding
+        out.append(Chunk(tuple(d.key + ending for d in disk), (*grid, total, *rest), dtype, (*lead, first, *[0] * len(rest)),
+                         (*[1] * len(lead), count, *rest), pieces))
 
-    runs, first = place.slot.packing.runs(config, rows), 0
-    groups = [[r] for r in runs] if place.slot.packing.apart else [runs]  # gate and up
-    for group in groups:
-        count = sum(r.length for r in group)
-        add(first, count, group)
-        first += count
-    if total > rows:
-        add(rows, total - rows, [])
+    for ending, runs in sections:
+        total = disk_vocab_rows(config) if place.slot.vocab else sum(r.length for r in runs)
+        first = 0
+        for group in [[r] for r in runs] if place.slot.packing.apart else [runs]:  # gate and up
+            add(ending, total, first, group)
+            first += sum(r.length for r in group)
+        if total > first:
+            add(ending, total, first, [], total - first)
     return out
 
 

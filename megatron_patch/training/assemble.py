@@ -13,7 +13,7 @@ from megatron_patch.layers.gradients import accumulate_in_place
 from megatron_patch.model import build_chunks
 from megatron_patch.optim.build import build_optimizer
 from megatron_patch.optim.folding import DistributedDataParallel
-from megatron_patch.training.length import Length, check_layout, run_length
+from megatron_patch.training.length import Length, check_documents, check_layout, run_length
 from megatron_patch.training.loss import ForwardStep
 from megatron_patch.training.model_source import is_half, layout_sizes, optimizer_config
 from megatron_patch.training.schedule import build_scheduler
@@ -50,6 +50,7 @@ def assemble(settings, config: ModelConfig, world_size: int, *, load_weights: bo
     length = run_length(settings, layout_sizes(config, world_size)["dp"], config.max_position_embeddings)
     layout.check(config, world_size, length.seq_length)
     check_layout(length, config)
+    check_documents(settings, config)
     optimizer_settings = optimizer_config(settings, config)
     platform.current().settle_for_training()
     parallel.initialize(config, seed=settings.run.seed)

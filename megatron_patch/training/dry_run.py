@@ -8,7 +8,7 @@ from megatron_patch.training.checkpoint_folder import find
 from megatron_patch.training.export import check_export
 from megatron_patch.training.feed import run_tokenizer
 from megatron_patch.training.footprint import StageSize, stage_sizes, uncounted
-from megatron_patch.training.length import Length, check_layout, run_length
+from megatron_patch.training.length import Length, check_documents, check_layout, run_length
 from megatron_patch.training.model_source import is_half, layout_sizes, model_config, optimizer_config, with_checkpoint_args
 from megatron_patch.training.report import check_tensorboard
 from megatron_patch.training.resume import check_common, read_common
@@ -31,6 +31,7 @@ def dry_run(settings) -> int:
     length = run_length(settings, sizes["dp"], config.max_position_embeddings)
     layout.check(config, world, length.seq_length)
     check_layout(length, config)
+    check_documents(settings, config)
     spec.require(settings.run.transformer_impl)
     optimizer_config(settings, config)
     if length.train_iters:

@@ -26,6 +26,7 @@ ARCHITECTURE = frozenset('''
     moe_router_score_function moe_router_enable_expert_bias moe_latent_size multi_latent_attention q_lora_rank
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type original_max_position_embeddings beta_fast
     beta_slow experimental_attention_variant linear_attention_freq
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     position_embedding_type rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_patch.delta import DOCUMENTS, has_delta
+
 
 @dataclass(frozen=True)
 class Length:
@@ -56,3 +58,9 @@ def check_layout(length: Length, config) -> None:
         raise ValueError(f"virtual pipeline stages need micro-batches per iteration ({length.micro_batches}) to be a multiple of "
                          f"pipeline-model-parallel-size {stages}: --global-batch-size {length.global_batch} / (--micro-batch-size "
                          f"{length.micro_batch} x data-parallel size {length.data_parallel}); raise --global-batch-size.")
+
+
+def check_documents(settings, config) -> None:
+    """Raise ValueError for documents that cannot be kept apart in this model."""
+    if has_delta(config) and settings.data.reset_attention_mask:
+        raise ValueError(f"{DOCUMENTS}; drop --reset-attention-mask.")

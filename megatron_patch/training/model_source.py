@@ -27,7 +27,9 @@ SAVED = tuple("""
     moe_shared_expert_gate multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow
     mtp_num_layers vocab_size padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
-    moe_router_load_balancing_type moe_aux_loss_coeff family
+    moe_router_load_balancing_type moe_aux_loss_coeff experimental_attention_variant linear_attention_freq
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    attention_output_gate family
 """.split())
 # Other names of the same, in checkpoints of Megatron-LM and of conversions.
 OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}

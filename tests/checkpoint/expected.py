@@ -56,6 +56,8 @@ def _in_layer(rest, at, hf, sizes, ranks):
     wide = re.fullmatch(r"self_attention\.([qk])_norm\.weight", rest)
     if wide:
         return hf[at + f"self_attn.{wide[1]}_norm.weight"].chunk(tp)[rank]
+    if at + "linear_attn.A_log" in hf and rest.startswith("self_attention."):
+        return _delta(rest.removeprefix("self_attention."), at + "linear_attn.", hf, tp, rank)
     if rest.startswith("self_attention.linear_qkv."):
         groups = [part.unflatten(0, (sizes["groups"], -1)) for part in _qkv(hf, at, kind, sizes)]  # [groups, heads * dim, ...]
         return torch.cat(groups, 1).chunk(tp)[rank].flatten(0, 1)
@@ -75,9 +77,30 @@ def _qkv(hf, at, kind, sizes):
     """q, k and v, each with all its heads."""
     fused = hf.get(at + "self_attn.qkv_proj." + kind, hf.get(at + "self_attn.W_pack." + kind))
     if fused is None:
-        return [hf[at + NAMES[x] + "." + kind] for x in "qkv"]
+        q, k, v = (hf[at + NAMES[x] + "." + kind] for x in "qkv")
+        if kind == "weight" and q.shape[0] == 2 * hf[at + NAMES["o"] + ".weight"].shape[1]:  # each head with its gate
+            q = q.unflatten(0, (sizes["groups"], sizes["heads"] // sizes["groups"], 2, -1)).transpose(1, 2).flatten(0, 3)
+        return [q, k, v]
     head = fused.shape[0] // (sizes["heads"] + 2 * sizes["groups"])
     return fused.split([sizes["heads"] * head, sizes["groups"] * head, sizes["groups"] * head])
+
+
+def _delta(name, at, hf, tp, rank):
+    """A gated delta net with two value heads a key head."""
+    if name == "out_norm.weight":
+        return hf[at + "norm.weight"]
+    if name == "out_proj.weight":
+        return hf[at + name].chunk(tp, 1)[rank]
+    if name in ("A_log", "dt_bias"):
+        return hf[at + name].chunk(tp)[rank]
+    values, dim = hf[at + "A_log"].shape[0], hf[at + "norm.weight"].shape[0]
+    heads, rows = values // 2, values * dim
+    key = (hf[at + "conv1d.weight"].shape[0] - rows) // 2
+    if name == "conv1d.weight":
+        return torch.cat([part.chunk(tp)[rank] for part in hf[at + name].split([key, key, rows])])
+    groups = hf[at + "in_proj_qkvz.weight"].unflatten(0, (heads, -1)).split([key // heads] * 2 + [rows // heads] * 2, 1)
+    groups += hf[at + "in_proj_ba.weight"].unflatten(0, (heads, -1)).chunk(2, 1)
+    return torch.cat([part.flatten(0, 1).chunk(tp)[rank] for part in groups])
 
 
 def _mlp(rest, at, hf, sizes, ranks):

@@ -1,6 +1,7 @@
 """Run on one rank: what users ran into, of single families most of it, and what those refuse."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -88,7 +89,24 @@ def REFUSED(folders) -> dict:  # noqa: N802
 
     again = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
     return dict(stock=(spec.bloom, None), layernorm=(lambda: build("falcon", **again),), wide=(lambda: check("olmo2", 4),),
-                prefix=(lambda: check("chatglm", context_parallel_size=2),), learned=(lambda: check("opt", seq_length=129),))
+                prefix=(lambda: check("chatglm", context_parallel_size=2),), learned=(lambda: check("opt", seq_length=129),),
+                delta_te=(lambda: build_delta("te"),), delta_heads=(lambda: check("qwen3_next", 2, linear_num_key_heads=3),),
+                delta_documents=(documents, folders["qwen3_next"]))
+
+
+def build_delta(layer_impl):
+    """What a block with gated delta nets is told about ``layer_impl``."""
+    from megatron_patch import delta
+
+    delta.require(SimpleNamespace(experimental_attention_variant="gated_delta_net"), layer_impl)
+
+
+def documents(folder):
+    """A pass through Qwen3-Next with documents of their own."""
+    from megatron_patch.generation.forward import full_logits
+
+    _, chunks = load(folder, "one")
+    full_logits(chunks, torch.full((1, 16), 7), torch.zeros(1, 16, dtype=torch.int32))
 
 
 def check(name, tp=1, seq_length=None, **fields):

@@ -24,7 +24,7 @@ class Mutants:
     def all(self) -> dict:
         """Gate and up exchanged, all biases dropped, rotation shifted or of the other pairs, and each field that a family sets beyond
         upstream's defaults left out."""
-        return self.of_weights() | self.of_rotation() | self.of_fields()
+        return self.of_weights() | self.of_delta() | self.of_rotation() | self.of_fields()
 
     def of_weights(self) -> dict:
         """Mistakes of a converter."""
@@ -36,6 +36,32 @@ class Mutants:
         if biases:
             out["no biases"] = self.measure(weights=biases)
         return out
+
+    def of_delta(self) -> dict:
+        """Other orders of the rows of a gated delta net and of gated attention."""
+        if self.config.get("experimental_attention_variant") != "gated_delta_net":
+            return {}
+        c = self.config
+        heads, value = c.linear_num_key_heads, c.linear_num_value_heads * c.linear_value_head_dim
+        key = heads * c.linear_key_head_dim
+        sizes = {"q": key, "k": key, "v": value, "z": value, "b": c.linear_num_value_heads, "a": c.linear_num_value_heads}
+
+        def ordered(names, suffix, turned=()):
+            out = {}
+            for name in (name for name in self.state if name.endswith(suffix)):
+                parts = dict(zip(sizes, self.state[name].split(list(sizes.values())[:len(names)])))
+                out[name] = torch.cat([parts[n].roll(parts[n].shape[0] // heads, 0) if n in turned else parts[n] for n in names])
+            return self.measure(weights=out)
+
+        group = c.num_attention_heads // c.num_query_groups * c.kv_channels
+        gates = {}
+        for name in (name for name in self.state if name.endswith("linear_qkv.weight")):
+            q, gate, kv = self.state[name].view(c.num_query_groups, -1, c.hidden_size).split([group, group, 2 * c.kv_channels], 1)
+            gates[name] = torch.cat([gate, q, kv], 1).flatten(0, 1)
+        return {"v and z exchanged": ordered("qkzvba", "in_proj.weight"), "b and a exchanged": ordered("qkvzab", "in_proj.weight"),
+                "q and k exchanged": ordered("kqvzba", "in_proj.weight"), "other heads' z": ordered("qkvzba", "in_proj.weight", "z"),
+                "other heads' b": ordered("qkvzba", "in_proj.weight", "b"), "q and k of the convolution": ordered("kqv", "conv1d.weight"),
+                "query and gate exchanged": self.measure(weights=gates)}
 
     def of_rotation(self) -> dict:
         """Mistakes of the rotary table; multi-latent attention has its own."""

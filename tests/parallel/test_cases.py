@@ -37,7 +37,8 @@ def test_what_cannot_be_done_is_told(found):
     for name, part in dict(
             stock="no settings for alibi, embedding_norm", layernorm="--recompute-modules layernorm", wide="TP can be [1, 2]",
             prefix="CP 2 does not go with", learned="seq_length 129 exceeds the 128 positions",
-            rows="row 0 of the batch has no bos token (1000) after a [gMASK] (999)").items():
+            delta_te="norm inside a gated delta net zero-centred", delta_heads="linear_num_key_heads 3 is not divisible by TP x CP 2",
+            delta_documents="drop --reset-attention-mask", rows="row 0 of the batch has no bos token (1000) after a [gMASK] (999)").items():
         assert part in told[name], (name, told[name])
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_patch.upstream import delta_nets_cut_sequences
 from tests.families import tiny
 from tests.families.tiny import IN_INFERENCE_ONLY, MOE
 from tests.groups import run_ranks
@@ -54,6 +55,16 @@ def test_latent_attention_on_two_ranks(zoo, tmp_path):
     check(run_ranks(2, TARGET, cases, ["pp2vpp2", "cp2"], str(tmp_path), timeout=600)[0])
     dense = {k: tiny.save_with_answers(k, tmp_path / k, first_k_dense_replace=4) for k in ("deepseek_v2", "moonlight")}
     check(run_ranks(2, TARGET, dense, ["tp2", "tp2sp"], str(tmp_path / "dense"), timeout=600)[0])
+
+
+@pytest.mark.timeout(600)
+def test_delta_nets_on_two_ranks(zoo, tmp_path):
+    """PP2 with virtual stages, and CP2 where core cuts them; TP2 with dense layers, without SP too: the gradient of the norm inside a
+    delta net is summed over both ranks. Mutant: HeadNorm without SumGradient."""
+    layouts = ["pp2vpp2", "cp2"] if delta_nets_cut_sequences() else ["pp2vpp2"]
+    check(run_ranks(2, TARGET, {"qwen3_next": zoo["qwen3_next"]}, layouts, str(tmp_path), timeout=600)[0])
+    dense = {"qwen3_next": tiny.save_with_answers("qwen3_next", tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3])}
+    check(run_ranks(2, TARGET, dense, ["tp2", "tp2sp"], str(tmp_path / "out"), timeout=600)[0])
 
 
 @pytest.mark.slow

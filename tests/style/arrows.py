@@ -17,6 +17,7 @@ LEVELS = (
     ("megatron_patch.layout",),
     ("megatron_patch.parallel",),
     ("megatron_patch.layers",),
+    ("megatron_patch.delta",),
     ("megatron_patch.spec",),
     ("megatron_patch.model",),
     ("megatron_patch.checkpoint", "megatron_patch.optim", "megatron_patch.fp8", "megatron_patch.data"),

@@ -2,7 +2,8 @@
 
 import pytest
 
-MODELS = {"llama": {}, "llama_tied": {}, "qwen3": {}, "qwen3_moe": {}, "bloom": {}, "falcon_40b": {}, "gemma3": {}, "baichuan2": {}}
+MODELS = {"llama": {}, "llama_tied": {}, "qwen3": {}, "qwen3_moe": {}, "bloom": {}, "falcon_40b": {}, "gemma3": {}, "baichuan2": {},
+          "qwen3_next": {}}
 
 
 @pytest.fixture(scope="session", autouse=True)

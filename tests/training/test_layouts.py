@@ -19,6 +19,7 @@ def spread(model, layout, **flags):
 
 
 ONE = [spread("llama", "one"), spread("llama_tied", "one"), spread("qwen3", "one"), spread("qwen3_moe", "one", **MOE),
+       spread("qwen3_next", "one", **MOE),
        *[spread(model, "one") for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")]]
 TWO = [
     spread("llama", "tp2"), spread("qwen3", "sp"), spread("llama", "pp2"), spread("llama", "pp2vpp2"), spread("llama", "cp2"),
@@ -27,6 +28,7 @@ TWO = [
     spread("qwen3_moe", "ep2", **MOE, **DIST), spread("qwen3_moe", "etp2", **MOE), spread("qwen3_moe", "pp2", **MOE),
     spread("qwen3_moe", "dp2", **MOE, expert_tensor_parallel_size=2), spread("qwen3_moe", "sp", **MOE, expert_tensor_parallel_size=1),
     spread("qwen3_moe", "sp", **MOE, **OVERLAP, expert_tensor_parallel_size=1),
+    spread("qwen3_next", "sp", **MOE, **RECOMPUTE, expert_tensor_parallel_size=1), spread("qwen3_next", "pp2vpp2", **MOE, **OVERLAP),
     *[spread(model, layout, **flags) for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")  # layers of our own
       for layout, flags in (("sp", RECOMPUTE), ("pp2vpp2", OVERLAP))],
 ]

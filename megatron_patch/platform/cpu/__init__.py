@@ -20,9 +20,9 @@ class Cpu(Platform):
 
     def rows(self):
         """The whole table; importing the tables needs torch, not megatron."""
-        from megatron_patch.platform.cpu import core, cuda, devices, distributed, packages
+        from megatron_patch.platform.cpu import core, cuda, delta, devices, distributed, packages
 
-        return (*packages.rows(), *cuda.rows(), *devices.rows(), *distributed.rows(), *core.rows())
+        return (*packages.rows(), *cuda.rows(), *devices.rows(), *distributed.rows(), *core.rows(), *delta.rows())
 
     def install(self):
         self._ledger = Ledger(self.rows())

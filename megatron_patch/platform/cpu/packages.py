@@ -12,6 +12,8 @@ GPU_ONLY = {
     "flash_attn_2_cuda": "compiled part of flash_attn",
     "flash_attn_3": "CUDA only",
     "deep_ep": "NVLink/RDMA token dispatch, CUDA only",
+    "fla": "flash-linear-attention: Triton kernels, CUDA only",
+    "causal_conv1d": "CUDA only",
     "fused_weight_gradient_mlp_cuda": "gradient accumulation kernel of apex, CUDA only",
 }
 
