@@ -195,6 +195,8 @@ def _check_experts(config, flags):
     _divides("num_moe_experts", experts, "EP", ep, f"EP can be {_divisors(experts, experts)}.")
     ffn = config.get("moe_ffn_hidden_size") or config.ffn_hidden_size
     _divides("moe_ffn_hidden_size", ffn, "expert TP", config.expert_tp, f"set {flags['expert_tensor_parallel_size']} to a divisor.")
+    if config.get("moe_pad_expert_input_to_capacity") and config.get("moe_token_dispatcher_type") == "allgather":
+        raise ValueError("--moe-pad-expert-input-to-capacity does nothing with --moe-token-dispatcher-type allgather; use alltoall.")
     topk = config.get("moe_router_topk", 2)
     if topk > experts:
         raise ValueError(f"moe_router_topk {topk} is larger than num_moe_experts {experts}.")

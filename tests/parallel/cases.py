@@ -12,6 +12,7 @@ from tests.parallel.parity import load
 def everything(folders: dict, out: str) -> dict:
     """What test_cases asks for, by name."""
     return dict(norm_head=norm_head(folders["baichuan2"], out), target=target(folders["qwen2"]),
+                routed=routed(folders["qwen3_moe"]),
                 rows=rows_without_context(folders["chatglm"]), modes=modes(folders["qwen_beyond"]), short=short(folders["phi3_long"]),
                 refusals={name: refusal(*case) for name, case in REFUSED(folders).items()})
 
@@ -40,6 +41,24 @@ def target(folder) -> list:
     losses = chunk(ids, torch.arange(ids.shape[1])[None], None, labels=labels, loss_mask=mask)
     shares = expected["logits"][:1].log_softmax(-1).gather(-1, labels[..., None])[0, -4:]
     return [(losses * mask).sum().item(), -shares.sum().item()]
+
+
+def routed(folder) -> dict:
+    """{dispatcher and capacity factor: share of the tokens x top-k choices that reach an expert}."""
+    from megatron_patch.generation.forward import full_logits
+    from tests.families import tiny
+
+    out = {}
+    for dispatcher in ("alltoall", "allgather"):
+        for factor in (None, 0.5):
+            config, chunks = load(folder, "one", moe_token_dispatcher_type=dispatcher, moe_expert_capacity_factor=factor)
+            maps = []
+            for layer in chunks[0].decoder.layers:
+                layer.mlp.router.register_forward_hook(lambda module, args, found, maps=maps: maps.append(found[1]))
+            full_logits(chunks, tiny.tokens())
+            choices = tiny.tokens().numel() * config.moe_router_topk * len(maps)
+            out[f"{dispatcher} {factor}"] = sum(int(routing.sum()) for routing in maps) / choices
+    return out
 
 
 def modes(folder) -> list:
@@ -90,6 +109,7 @@ def REFUSED(folders) -> dict:  # noqa: N802
     again = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
     return dict(stock=(spec.bloom, None), layernorm=(lambda: build("falcon", **again),), wide=(lambda: check("olmo2", 4),),
                 prefix=(lambda: check("chatglm", context_parallel_size=2),), learned=(lambda: check("opt", seq_length=129),),
+                pad=(lambda: check("qwen3_moe", moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="allgather"),),
                 delta_te=(lambda: build_delta("te"),), delta_heads=(lambda: check("qwen3_next", 2, linear_num_key_heads=3),),
                 delta_documents=(documents, folders["qwen3_next"]))
 

@@ -25,6 +25,13 @@ def test_every_token_of_a_target_counts(found):
     assert abs(ours - theirs) <= 1e-4 and theirs > 1
 
 
+def test_no_token_is_dropped_without_a_capacity(found):
+    """Every choice of every token reaches its expert with either dispatcher; with a capacity factor of 0.5 some do not (B135)."""
+    shares = found["routed"]
+    assert shares["alltoall None"] == shares["allgather None"] == 1.0
+    assert shares["alltoall 0.5"] < 0.9 and shares["allgather 0.5"] < 0.9
+
+
 def test_rope_follows_length_and_mode(found):
     """Qwen's dynamic NTK and logn act in inference only, whatever the model did before; longrope takes its short factors again after a
     long sequence. Mutant: upstream's tables, which it keeps by length, left as they are."""
@@ -36,6 +43,7 @@ def test_what_cannot_be_done_is_told(found):
     told = {**found["refusals"], "rows": found["rows"]}
     for name, part in dict(
             stock="no settings for alibi, embedding_norm", layernorm="--recompute-modules layernorm", wide="TP can be [1, 2]",
+            pad="does nothing with --moe-token-dispatcher-type allgather",
             prefix="CP 2 does not go with", learned="seq_length 129 exceeds the 128 positions",
             delta_te="norm inside a gated delta net zero-centred", delta_heads="linear_num_key_heads 3 is not divisible by TP x CP 2",
             delta_documents="drop --reset-attention-mask", rows="row 0 of the batch has no bos token (1000) after a [gMASK] (999)").items():

@@ -45,7 +45,8 @@ def test_one_rank(zoo):
 
 @pytest.mark.timeout(600)
 def test_two_ranks(zoo):
-    """TP2, TP2+SP, PP2, VPP on 2 ranks, every case; CP2 where attention allows it, and uneven pipelines."""
+    """TP2, TP2+SP, PP2, VPP on 2 ranks, every case, Falcon and StarCoder with one key head among them (B62); CP2 where attention allows
+    it, and uneven pipelines."""
     check(run_ranks(2, PARITY, zoo, TWO, timeout=600))
     whole = PREFIX + IN_INFERENCE_ONLY + (() if delta_nets_cut_sequences() else ("qwen3_next",))
     check(run_ranks(2, PARITY, {k: v for k, v in zoo.items() if k not in whole}, ["cp2"], timeout=600))
