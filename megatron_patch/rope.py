@@ -101,12 +101,18 @@ def read_rope(hf, *, two: bool = False) -> Rope:
 def _read(hf, found: Mapping) -> Rope:
     params = dict(found)
     old = getattr(hf, "rope_scaling", None) or {}
-    if not found and isinstance(old, Mapping):
+    if not isinstance(old, Mapping):
+        raise ValueError(f"rope_scaling is {old!r}; expected an object with a type, as {dict(rope_type='linear', factor=2.0)}.")
+    if not found:
         params = {**old, "rope_theta": getattr(hf, "rope_theta", 10000.0)}
     kind = params.pop("rope_type", None) or params.get("type") or "default"
     params.pop("type", None)
     percent = params.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
-    theta = params.pop("rope_theta", None) or 10000.0
+    theta = params.pop("rope_theta", None)
+    theta = 10000.0 if theta is None else theta
+    for name, value in dict(rope_theta=theta, factor=params.get("factor", 1.0)).items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} of the rope must be positive, found {value!r}.")
     if kind not in SUPPORTED:
         raise ValueError(f"rope type '{kind}' is not supported; supported: {', '.join(SUPPORTED)}. It is never ignored, "
                          f"because positions beyond the first would silently be wrong.")

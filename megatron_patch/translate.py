@@ -114,15 +114,16 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         method = dict(raw["quantization_config"]).get("quant_method", "?")
         raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
     family = registry.find(raw.get("model_type"))
-    hf = hf_object(family.modern(dict(raw)), where)
-    family = family.variant(hf)
     try:
+        hf = hf_object(family.modern(dict(raw)), where)
+        family = family.variant(hf)
         fields = family.read(hf)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: a value has the wrong type or is missing: {error}") from None
-    _check_sizes(fields, hf, family.names, where)
-    names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
-    rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
+        _check_sizes(fields, hf, family.names, where)
+        names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
+        rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
+        rope.table(fields["kv_channels"], _size(hf, names, "max_position_embeddings") or 2048)
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        raise ValueError(f"{where}: a value has the wrong type or size, or is missing: {type(error).__name__}: {error}") from None
     if rope.percent != 1.0 and not family.partial_rotary:
         raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
                          f"rotates whole heads; remove it, or correct model_type.")
@@ -142,6 +143,8 @@ def _check_sizes(fields, hf, names, where):
     bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}
     if bad:
         raise ValueError(f"{where}: expected positive integers, found {bad}")
+    if not fields["layernorm_epsilon"] > 0:
+        raise ValueError(f"{where}: the norms' eps must be positive, found {fields['layernorm_epsilon']!r}.")
     if fields["num_attention_heads"] % fields["num_query_groups"]:
         raise ValueError(f"{where}: {fields['num_attention_heads']} attention heads are not a multiple of "
                          f"{fields['num_query_groups']} key/value heads; check num_attention_heads and num_key_value_heads.")

@@ -17,10 +17,18 @@ H = T + "encoder.layers.{layer}."
 P = T + "layers.{layer}."
 
 
+def special_tokens(bos, hf) -> tuple:
+    """(bos, [GMASK], [MASK]). Raises ValueError for what is no token id."""
+    ids = (bos, hf.gmask_token_id, hf.mask_token_id)
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ValueError(f"bos_token_id, gmask_token_id and mask_token_id must be token ids, found {ids}.")
+    return ids
+
+
 def prefix(rotary: int, freezes: bool) -> dict:
     """Blank filling: the special tokens that bound the context, and how positions go on after it."""
     return dict(
-        prefix_tokens=Field("bos_token_id", lambda bos, hf: (bos, hf.gmask_token_id, hf.mask_token_id),
+        prefix_tokens=Field("bos_token_id", special_tokens,
                             lambda ids: dict(zip(("bos_token_id", "gmask_token_id", "mask_token_id"), ids))),
         prefix_freezes=fixed(freezes), prefix_rotary=fixed(rotary),
         residual_alpha=Field("num_layers", lambda n, hf: (2 * n) ** 0.5, lambda _: {}))
@@ -45,9 +53,15 @@ GLM_130B = CHATGLM.extend(
 
 
 def modern(raw: dict) -> dict:
-    """rope_ratio multiplies the base, in ChatGLM2's 32k variant the wavelengths; only its name tells it from the others."""
-    ratio = raw.get("rope_ratio") or 1
-    linear = ratio != 1 and "chatglm2" in str(raw.get("_name_or_path", "")).lower()
+    """rope_ratio multiplies the base, in ChatGLM2's 32k variant the wavelengths; only its name tells it from the others.
+    Raises ValueError where the name says neither."""
+    ratio, name = raw.get("rope_ratio", 1), str(raw.get("_name_or_path", "")).rstrip("/").rsplit("/", 1)[-1].lower()
+    linear = ratio != 1 and "chatglm2" in name
+    if not ratio > 0:
+        raise ValueError(f"rope_ratio must be positive, found {ratio!r}.")
+    if ratio != 1 and not linear and "chatglm3" not in name and "glm-4" not in name and "glm4" not in name:
+        raise ValueError(f"rope_ratio={ratio} multiplies the rope's base in ChatGLM3 and GLM-4 and its wavelengths in ChatGLM2, and "
+                         f"_name_or_path '{name}' says neither: set it in config.json to the released name, such as chatglm3-6b-32k.")
     rope = {"rope_type": "linear", "factor": float(ratio), "rope_theta": 1e4} if linear else {"rope_theta": 1e4 * ratio}
     return {**raw, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
 
@@ -56,7 +70,7 @@ def rope_keys(rope) -> dict:
     """The inverse of :func:`modern`."""
     if rope.type == "linear":
         return {"rope_ratio": rope.scaling["factor"], "_name_or_path": "chatglm2"}
-    return {"rope_ratio": rope.theta / 1e4}
+    return {"rope_ratio": rope.theta / 1e4, **({} if rope.theta == 1e4 else {"_name_or_path": "chatglm3"})}
 
 
 def is_first(hf) -> bool:

@@ -36,6 +36,12 @@ def shared_width(count, hf):
 
 
 def enough_experts(hf) -> None:
+    groups, taken = hf.n_group, hf.topk_group
+    if (groups, taken) != (None, None) and not (groups and taken and 1 <= taken <= groups and hf.n_routed_experts % groups == 0):
+        raise ValueError(f"n_group={groups} with topk_group={taken} and n_routed_experts={hf.n_routed_experts} does not go together: "
+                         f"1 <= topk_group <= n_group, and n_group divides the experts.")
+    if not (hf.routed_scaling_factor or 0) > 0:
+        raise ValueError(f"routed_scaling_factor={hf.routed_scaling_factor} must be positive.")
     size = hf.n_routed_experts // (hf.n_group or 1)
     if limited(hf) and hf.num_experts_per_tok > hf.topk_group * size:
         raise ValueError(f"num_experts_per_tok={hf.num_experts_per_tok} is more than topk_group={hf.topk_group} groups of {size} experts "

@@ -19,5 +19,6 @@ GEMMA2 = GEMMA.extend(
     weights=dict(attn_sum_norm=(H + "post_attention_layernorm.weight",), mlp_norm=(H + "pre_feedforward_layernorm.weight",),
                  mlp_sum_norm=(H + "post_feedforward_layernorm.weight",)))
 
-GEMMA3 = GEMMA2.extend("gemma3", model_types=("gemma3_text",), architectures=("Gemma3ForCausalLM",), config=dict(qk_layernorm=fixed(True)),
-                       weights=QK_NORM, two_ropes=True)
+GEMMA3 = GEMMA2.extend("gemma3", model_types=("gemma3_text",), architectures=("Gemma3ForCausalLM",), two_ropes=True,
+                       config=dict(qk_layernorm=fixed(True), attn_logit_softcap=fixed(None)), weights=QK_NORM,
+                       checks=(must_be("attn_logit_softcapping", None),))

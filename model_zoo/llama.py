@@ -46,6 +46,10 @@ def window(hf):
     """Megatron's (left, right) window of an HF ``sliding_window``: HF counts the query itself, Megatron does not."""
     size = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
+    if set(types or ()) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer_types has {sorted(set(types))}; model_type '{hf.model_type}' knows sliding_attention and full_attention.")
+    if size and size < 1:
+        raise ValueError(f"sliding_window={size} is no window; give a positive number, or null for none.")
     if not size or (types is not None and "sliding_attention" not in types):
         return None
     return (int(size) - 1, 0)

@@ -127,7 +127,8 @@ class Source:
         if name.startswith(self.family.extra_prefixes):
             return True
         layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.family.extra_layers else None
-        return layer is not None and int(layer[1]) >= self.config.num_layers
+        last = self.config.num_layers + int(self.config.hf.get("num_nextn_predict_layers", 1) or 0)
+        return layer is not None and self.config.num_layers <= int(layer[1]) < last
 
     def _lacking(self):
         lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]

@@ -64,3 +64,8 @@ def check_documents(settings, config) -> None:
     """Raise ValueError for documents that cannot be kept apart in this model."""
     if has_delta(config) and settings.data.reset_attention_mask:
         raise ValueError(f"{DOCUMENTS}; drop --reset-attention-mask.")
+    if config.get("prefix_tokens") and settings.data.reset_attention_mask:
+        raise ValueError("documents with attention of their own do not go with a context that sees itself in both directions; drop "
+                         "--reset-attention-mask.")
+    if config.get("prefix_tokens") and settings.data.mock_data:
+        raise ValueError("--mock-data has no context, mask and bos in its rows, which this model is trained on; give --data-path.")

@@ -91,7 +91,7 @@ CASES = {
     "qwen": ("Qwen1", {}),
     "qwen_beyond": ("Qwen1", dict(seq_length=40)),
     "chatglm2": ("ChatGLM2", dict(rope_ratio=4, _name_or_path="THUDM/chatglm2-6b-32k")),
-    "chatglm3": ("ChatGLM3", {}),
+    "chatglm3": ("ChatGLM3", dict(_name_or_path="THUDM/chatglm3-6b-32k")),
     "internlm2": ("InternLM2", {}),
     "chatglm": ("ChatGLM", {}),
     "glm_130b": ("GLM130B", {}),

@@ -110,3 +110,28 @@ def test_folder_without_a_config(tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"config.json.*{message}"):
         translate.load_config(tmp_path)
+
+
+REFUSED = [
+    ("chatglm3", dict(_name_or_path="/data/my-glm"), "rope_ratio=50 multiplies .* says neither"),
+    ("chatglm3", dict(rope_ratio=0), "rope_ratio must be positive"),
+    ("baichuan", dict(hidden_size=5120), "a max_position_embeddings, but hidden_size 5120 is Baichuan 13B's"),
+    ("baichuan_13b", dict(hidden_size=4096), "no max_position_embeddings, but hidden_size 4096"),
+    ("baichuan", dict(vocab_size=126000), "vocab_size 126000 is neither .*z_loss_weight"),
+    ("internlm2", dict(rope_scaling="linear"), "rope_scaling is 'linear'"),
+    ("internlm2", dict(rope_theta=0), "rope_theta of the rope must"),
+    ("internlm2", dict(rope_scaling={"type": "linear"}), "factor"),
+    ("internlm2", dict(rms_norm_eps=-1e-5), "eps must be positive"), ("baichuan", dict(rms_norm_eps="1e-3"), "wrong type"),
+    ("deepseek_v3", dict(n_group=5), "n_group=5 with topk_group=2"), ("deepseek_v3", dict(topk_group=9), "topk_group=9"),
+    ("deepseek_v3", dict(routed_scaling_factor=0.0), "routed_scaling_factor=0.0"),
+    ("gemma2", dict(layer_types=["chunked_attention"] * 4), "cannot be read|layer_types has"),
+    ("phi3", dict(sliding_window=-4), "is no window"),
+    ("gemma3", dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0 is not supported"),
+    ("opt", dict(num_attention_heads=0), "wrong type or size"), ("chatglm", dict(gmask_token_id=None), "must be token ids, found .*None")]
+
+
+@pytest.mark.parametrize("case, changes, message", REFUSED)
+def test_what_would_make_another_model_is_refused(case, changes, message):
+    """Values that were once taken silently, and made another model or none, are named at load."""
+    with pytest.raises(ValueError, match=message):
+        translate.from_hf({**json.loads(json.dumps(tiny.raw_config(case))), **changes})
