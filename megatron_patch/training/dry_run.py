@@ -116,7 +116,8 @@ def _data(settings, config) -> list[str]:
     run_tokenizer(settings, config.vocab_size)
     indexes = check_paths(settings.data)
     if not indexes:
-        return ["data: synthetic"]
+        return ["data: synthetic" + (", on which this model does not train: it needs context, mask and bos, give --data-path"
+                                     if config.get("prefix_tokens") else "")]
     return [f"data {index.prefix}: {index.documents:,} documents, {index.tokens:,} tokens" for index in indexes]
 
 

@@ -67,5 +67,5 @@ def check_documents(settings, config) -> None:
     if config.get("prefix_tokens") and settings.data.reset_attention_mask:
         raise ValueError("documents with attention of their own do not go with a context that sees itself in both directions; drop "
                          "--reset-attention-mask.")
-    if config.get("prefix_tokens") and settings.data.mock_data:
+    if config.get("prefix_tokens") and settings.data.mock_data and not settings.run.dry_run:
         raise ValueError("--mock-data has no context, mask and bos in its rows, which this model is trained on; give --data-path.")

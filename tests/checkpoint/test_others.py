@@ -28,7 +28,7 @@ def runs(hf, megatron, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_core_reads_every_parameter_bitwise(runs, hf, world):
     """core fills a NaN-poisoned model from our folder; every parameter equals what the HF tensors say by hand-written slicing."""
     layouts = 1 if world == 1 else 3
