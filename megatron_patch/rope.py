@@ -26,6 +26,11 @@ class Rope:
         """The longest sequence for which the table is exact, None when there is none: dynamic NTK changes beyond it."""
         return max_position_embeddings if self.type == "dynamic" else None
 
+    def is_stock_llama3(self) -> bool:
+        """Whether this is llama3's rope as Megatron-LM has it, which fixes all numbers but the factor."""
+        limits = [self.scaling.get(k) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
+        return self.type == "llama3" and limits == [1.0, 4.0, 8192]
+
     def parameters(self) -> dict:
         """HF's v5 ``rope_parameters``."""
         if self.sliding is not None:

@@ -183,7 +183,7 @@ def for_stock(family):
     """
 
     def spec(model_config, vp_stage=None):
-        from megatron_patch.layers.config import Own
+        from megatron_patch.own import Own
 
         own = sorted(set(family.config) & {f.name for f in dataclasses.fields(Own)} - {"embedding_dropout"})  # that is the user's to set
         if own:

@@ -121,6 +121,7 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         _check_sizes(fields, hf, family.names, where)
         names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
         rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
+        # Numbers that make no table are found here, not at the first forward pass.
         rope.table(fields["kv_channels"], _size(hf, names, "max_position_embeddings") or 2048)
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"{where}: a value has the wrong type or size, or is missing: {type(error).__name__}: {error}") from None

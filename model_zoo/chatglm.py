@@ -12,8 +12,6 @@ from model_zoo.llama import dropout, must_be
 
 T = "transformer."
 H = T + "encoder.layers.{layer}."
-
-
 P = T + "layers.{layer}."
 
 

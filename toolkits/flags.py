@@ -44,7 +44,8 @@ def model_flags(config) -> list[str]:
     """The command line of the model itself: no parallel sizes, no training settings."""
     from megatron_patch.training.flags_inverse import to_flags, without_flag
 
-    fields, unsaid = said_fields(config), without_flag(said_fields(config))
+    fields = said_fields(config)
+    unsaid = without_flag(fields)
     if "activation_func" in unsaid:
         fields.pop("gated_linear_unit", None)
     return to_flags({**{k: v for k, v in fields.items() if k not in unsaid}, **model_settings(config)})
@@ -52,7 +53,7 @@ def model_flags(config) -> list[str]:
 
 def said_fields(config) -> dict:
     """The config's fields, less those of ours that change nothing."""
-    from megatron_patch.layers.config import Own
+    from megatron_patch.own import Own
 
     usual = {**vars(Own), "embedding_dropout": config.get("hidden_dropout")}
     return {k: v for k, v in config.fields.items() if v is not None and not (hasattr(Own, k) and v == usual[k])}
@@ -92,8 +93,7 @@ def missing(config) -> list[str]:
     if rope.type in ("dynamic", "longrope", "qwen_ntk") or rope.type == "yarn" and not latent or unwhole:
         out.append(f"rope type '{rope.type}' {dict(rope.scaling)} has no flags; train with --hf-model DIR, which takes it from "
                    f"config.json.")
-    if rope.type == "llama3" and (rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"],
-                                  rope.scaling["original_max_position_embeddings"]) != (1.0, 4.0, 8192):
+    if rope.type == "llama3" and not rope.is_stock_llama3():
         out.append("Megatron-LM itself fixes llama3 rope scaling at low 1, high 4, original 8192; the other values here work only with "
                    "megatron_patch.pretrain.")
     return out

@@ -46,8 +46,9 @@ def saved_args(config, dtype=None) -> Namespace:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1, expert_model_parallel_size=1, params_dtype=dtype or config.dtype,
         bf16=str(dtype or config.dtype) == "torch.bfloat16", fp16=str(dtype or config.dtype) == "torch.float16", **_positions(config))
-    if config.hf and beyond_arguments(config):  # a model made by flags is what its flags say
-        args.needs_hf_model = beyond_arguments(config)
+    beyond = beyond_arguments(config)
+    if config.hf and beyond:  # a model made by flags is what its flags say
+        args.needs_hf_model = beyond
     return args
 
 
@@ -56,9 +57,7 @@ def beyond_arguments(config) -> list[str]:
     rope, out = config.rope, used(config)
     if config.get("activation_func") is not F.silu or not config.get("gated_linear_unit"):
         out.append("activation_func")
-    plain = rope.type == "default" or rope.type == "llama3" and (
-        rope.scaling.get("low_freq_factor"), rope.scaling.get("high_freq_factor"), rope.scaling.get("original_max_position_embeddings")
-    ) == (1.0, 4.0, 8192)
+    plain = rope.type == "default" or rope.is_stock_llama3()
     if config.position_embedding_type == "rope" and not (plain or config.get("multi_latent_attention")):
         out.append(f"rope of type {rope.type}")
     return out + ["rope of sliding windows"] * (rope.sliding is not None)

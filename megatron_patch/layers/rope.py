@@ -14,7 +14,8 @@ def use_tables(model, config) -> None:
     rotary, rope, longest = getattr(model, "rotary_pos_emb", None), config.rope, config.max_position_embeddings
     if rotary is None or config.position_embedding_type != "rope":
         return
-    _set(rotary, rope.table(config.kv_channels, longest)[0])
+    inv_freq, factor = rope.table(config.kv_channels, longest)
+    _set(rotary, inv_freq)
     if rope.limit(longest):
         rotary.register_forward_pre_hook(_refusal(rope.limit(longest)), with_kwargs=True)
     if rope.type in ("longrope", "qwen_ntk"):
@@ -23,7 +24,6 @@ def use_tables(model, config) -> None:
         _grow_queries(model, config.logn_length)
     if rope.sliding is not None:
         _slide(model, rotary, rope.sliding.table(config.kv_channels, longest)[0])
-    factor = rope.table(config.kv_channels, longest)[1]
     if factor != 1.0 and rope.percent != 1.0:
         _scale_rotated(model, int(config.kv_channels * rope.percent), factor**2)
 

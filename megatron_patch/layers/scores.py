@@ -48,16 +48,18 @@ class AlibiAttention(_Masked):
     Source: transformers models/bloom and models/falcon, build_alibi_tensor.
     """
 
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        mine = slopes(config.num_attention_heads).chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+        self.slopes_N11 = mine[:, None, None].to(torch.cuda.current_device())
+
     def _sdpa(self, q_SBND, k_KBGD, v_KBGD, mask, is_causal):
-        heads, k = q_SBND.shape[2], k_KBGD.shape[0]
-        first = parallel_state.get_tensor_model_parallel_rank() * heads
-        slopes_N = slopes(self.config.num_attention_heads)[first:first + heads].to(q_SBND.device)
-        at_K, seen = torch.arange(k, device=q_SBND.device), self._seen(q_SBND, k_KBGD, mask, is_causal)
+        at_K, seen = torch.arange(k_KBGD.shape[0], device=q_SBND.device), self._seen(q_SBND, k_KBGD, mask, is_causal)
         if self.config.alibi == "bf16":
-            bias = (slopes_N.bfloat16()[:, None, None] * at_K.bfloat16()).float() / math.sqrt(q_SBND.shape[-1])
+            bias = (self.slopes_N11.bfloat16() * at_K.bfloat16()).float() / math.sqrt(q_SBND.shape[-1])
         else:
             last = (seen * at_K).amax(-1, keepdim=True)  # the query itself is the last that it sees
-            bias = slopes_N[:, None, None] * (at_K - last)
+            bias = self.slopes_N11 * (at_K - last)
         return super()._sdpa(q_SBND, k_KBGD, v_KBGD, bias.to(q_SBND.dtype).masked_fill(~seen, float("-inf")), False)
 
 

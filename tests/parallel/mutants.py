@@ -75,7 +75,7 @@ class Mutants:
 
     def of_fields(self) -> dict:
         """A property of the family that is forgotten."""
-        from megatron_patch.layers.config import Own
+        from megatron_patch.own import Own
 
         usual = {f.name: f.default for f in dataclasses.fields(Own)} | {
             "layernorm_zero_centered_gamma": False, "window_size": None, "qk_layernorm": False}
