@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -63,3 +64,21 @@ def _refuse_other_cores():
             upstream.require_supported()
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+@contextmanager
+def progress_bar(title: str):
+    """A function (bytes done, bytes in all) that draws a bar on stderr when that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    screen = Console(file=sys.stderr)
+    with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+                  console=screen, disable=not screen.is_terminal, auto_refresh=False) as bar:  # no thread: workers are forks
+        task = bar.add_task(title, total=None)
+
+        def told(done, total):
+            bar.update(task, completed=done, total=total)
+            bar.refresh()
+
+        yield told

@@ -1,35 +1,48 @@
-"""Convert between a Hugging Face folder and a Megatron torch_dist checkpoint. No GPU, no process group, no model is built.
+"""Convert between Hugging Face folders and Megatron checkpoints. No GPU, no process group, no model is built.
 
     python -m toolkits.convert hf-to-megatron --hf HF_DIR --out CKPT
     python -m toolkits.convert megatron-to-hf --ckpt CKPT --hf-ref HF_DIR --out DIR
+    python -m toolkits.convert megatron-to-megatron --ckpt CKPT --hf-ref HF_DIR --out CKPT
+
+Each writes conversion.json, the certificate that `python -m toolkits.verify --certificate` checks. The same command again goes on
+after an interruption.
 """
 
 import argparse
-import sys
-from contextlib import contextmanager
+import os
 from pathlib import Path
 
 from toolkits import console
 
 DTYPES = ("bf16", "fp16", "fp32")
+KEYS = {"auto": None, "stacked": True, "per-layer": False}
+HASHES = ("xxh3_128", "sha256")
+WORKERS = min(4, os.cpu_count() or 1)
 
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
     made = argparse.ArgumentParser("python -m toolkits.convert", description=about, epilog=usage,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(dest="command", required=True, metavar="{hf-to-megatron,megatron-to-hf}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="{hf-to-megatron,megatron-to-hf,megatron-to-megatron}")
     there = commands.add_parser("hf-to-megatron", help="write CKPT/release and CKPT/latest_checkpointed_iteration.txt")
     there.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder or hub-cache snapshot")
-    there.add_argument("--out", required=True, metavar="CKPT", help="new or empty folder")
     back = commands.add_parser("megatron-to-hf", help="write what save_pretrained would write")
-    back.add_argument("--ckpt", required=True, metavar="CKPT", help="checkpoint root (its tracker file says which) or one iteration")
-    back.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model (required)")
-    back.add_argument("--out", required=True, metavar="DIR", help="new or empty folder")
     back.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     back.add_argument("--force", action="store_true", help="replace --out if it holds a Hugging Face checkpoint")
-    for command in (there, back):
+    again = commands.add_parser("megatron-to-megatron", help="write a Megatron checkpoint anew, without Hugging Face in the middle")
+    for command in (back, again):
+        command.add_argument("--ckpt", required=True, metavar="CKPT", help="checkpoint root (its tracker file says which) or one iteration")
+        command.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model (required)")
+    for command in (there, again):
+        command.add_argument("--keys", choices=KEYS, default="auto", help="layers stacked in one tensor or each under its own key "
+                             "(default: as Megatron-core saves this model)")
+    for command in (there, back, again):
+        command.add_argument("--out", required=True, metavar="OUT", help="new or empty folder")
         command.add_argument("--dtype", choices=DTYPES, help="cast every tensor once (default: as in the source)")
+        command.add_argument("--workers", type=int, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})")
+        command.add_argument("--certificate-hash", choices=HASHES, default=HASHES[0], help=f"default: {HASHES[0]}")
+        command.add_argument("--dry-run", action="store_true", help="check everything, print sizes and a time estimate, write nothing")
         command.add_argument("--json", metavar="FILE", type=Path, help="also write the report to FILE as JSON")
     return made
 
@@ -45,39 +58,48 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
-    if flags.command == "megatron-to-hf" and flags.hf_ref is None:
-        raise ValueError("megatron-to-hf needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
+    if flags.command != "hf-to-megatron" and flags.hf_ref is None:
+        raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
                          "a Megatron checkpoint holds neither.")
-    report = _convert(flags)
-    print(f"{report['direction']}: {report['family']}, {report['bytes']:,} bytes in {report['seconds']:.1f} s -> {report['out']}")
+    if flags.workers < 1:
+        raise ValueError(f"--workers {flags.workers}: at least one process is needed.")
+    planned = _plan(flags)
+    if flags.dry_run:
+        report = planned.describe()
+        print(_told(report))
+    else:
+        report = _run(planned, flags)
+        print(f"{report['direction']}: {report['family']}, {report['bytes']:,} bytes in {report['seconds']:.1f} s -> {report['out']}")
     console.write_json(flags.json, report)
     return 0
 
 
-def _convert(flags) -> dict:
+def _plan(flags):
     import torch
 
     from megatron_patch.checkpoint import convert
 
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[flags.dtype]
-    with progress_bar(flags.command) as progress:
-        if flags.command == "hf-to-megatron":
-            return convert.hf_to_megatron(flags.hf, flags.out, dtype, progress)
-        return convert.megatron_to_hf(flags.ckpt, flags.hf_ref, flags.out, dtype, max_shard_size=flags.max_shard_size,
-                                      force=flags.force, progress=progress)
+    if flags.command == "hf-to-megatron":
+        return convert.hf_to_megatron(flags.hf, flags.out, dtype, stacked=KEYS[flags.keys])
+    if flags.command == "megatron-to-megatron":
+        return convert.megatron_to_megatron(flags.ckpt, flags.hf_ref, flags.out, dtype, stacked=KEYS[flags.keys])
+    return convert.megatron_to_hf(flags.ckpt, flags.hf_ref, flags.out, dtype, max_shard_size=flags.max_shard_size, force=flags.force)
 
 
-@contextmanager
-def progress_bar(title: str):
-    """A function (bytes done, bytes in all) that draws a bar on stderr when that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _run(planned, flags):
+    from megatron_patch.checkpoint.convert import Work
 
-    screen = Console(file=sys.stderr)
-    with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-                  console=screen, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with console.progress_bar(flags.command) as progress:
+        return planned.run(Work(flags.workers, flags.certificate_hash, progress))
+
+
+def _told(report) -> str:
+    lines = [f"{report['direction']}: {report['family']}, {report['bytes']:,} bytes -> {report['out']}",
+             f"tensors: {report['tensors']['hf']:,} of Hugging Face, {report['tensors']['megatron']:,} of Megatron; "
+             f"dtype changes: {', '.join(report['dtype_changes']) or 'none'}; left out: {len(report['left_out'])}"]
+    lines += [f"  {length:>18,}  {name}" for name, length in report["files"].items()]
+    return "\n".join([*lines, f"about {report['estimated_seconds']:.0f} s with one worker; nothing was written"])
 
 
 if __name__ == "__main__":

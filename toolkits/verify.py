@@ -1,8 +1,10 @@
 """Prove that a Megatron model is its Hugging Face original: logits, first layer that departs, loss, greedy text.
 
     python -m toolkits.verify --hf DIR [--ckpt CKPT] [--tp 2 --sp --pp 2 --vpp 2 --cp 2 --ep 2 --etp 1]
+    python -m toolkits.verify --certificate OUT/conversion.json [--source DIR --target DIR --hf-ref DIR]
 
-Starts its own ranks. Exit 0: equal within the tolerance; 1: not, or an error.
+The first starts its own ranks; exit 0: equal within the tolerance; 1: not, or an error. The second reads both folders of a conversion
+and maps every tensor again; exit 1 when anything is unaccounted for.
 """
 
 import math
@@ -18,7 +20,11 @@ FLAGS = {"sequence_parallel": "--sp", **{field: f"--{flag}" for flag, field in L
 
 def _parser():
     made = console.parser("toolkits.verify", __doc__.split("\n")[0])
-    made.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder: the original, and the weights without --ckpt")
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--hf", metavar="DIR", help="Hugging Face folder: the original, and the weights without --ckpt")
+    what.add_argument("--certificate", metavar="FILE", help="conversion.json of a conversion, to be checked against its two folders")
+    for name, what in (("source", "source"), ("target", "output"), ("hf-ref", "Hugging Face reference")):
+        made.add_argument(f"--{name}", metavar="DIR", help=f"with --certificate: where the {what} folder is now, if it was moved")
     made.add_argument("--ckpt", metavar="CKPT", help="Megatron torch_dist checkpoint (root or iteration folder) whose weights to check")
     for flag, field in LAYOUT.items():
         made.add_argument(f"--{flag}", type=int, metavar="N", help=field.replace("_", " "))
@@ -49,6 +55,8 @@ def main(argv=None) -> None:
 def command(argv=None) -> int:
     """Parent: check the layout and start the ranks. Rank: compare; rank 0 prints."""
     args = _parser().parse_args(argv)
+    if args.certificate:
+        return _check_certificate(args)
     console.start(args.platform)
     from megatron_patch import layout, load_config
 
@@ -63,6 +71,19 @@ def command(argv=None) -> int:
         _check_inputs(args, config)
         return run_module("toolkits.verify", argv if argv is not None else sys.argv[1:], world)
     return _rank(args, config)
+
+
+def _check_certificate(args) -> int:
+    from megatron_patch.checkpoint.audit import audit
+
+    with console.progress_bar("verify") as progress:
+        report = audit(args.certificate, source=args.source, target=args.target, hf_ref=args.hf_ref, progress=progress)
+    for problem in report["problems"]:
+        print(problem)
+    print(f"{'PASS' if report['passed'] else 'FAIL'}: {report['tensors']['hf']:,} tensors of Hugging Face and "
+          f"{report['tensors']['megatron']:,} of Megatron mapped again, {report['source']} -> {report['target']}")
+    console.write_json(args.json, report)
+    return 0 if report["passed"] else 1
 
 
 def _check_inputs(args, config) -> None:

@@ -1,69 +1,147 @@
-"""Offline conversion between a Hugging Face folder and a Megatron torch_dist checkpoint: no GPU, no process group, no model."""
+"""Offline conversion between Hugging Face folders and Megatron checkpoints: no GPU, no process group, no model.
+
+Every conversion is the same page: a source by Hugging Face names, a recipe of the target's files, the engine, a certificate.
+"""
 
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from megatron_patch.checkpoint import output, torch_dist_read, torch_dist_write, tracker
-from megatron_patch.checkpoint.folder import HfFolder, Source
-from megatron_patch.checkpoint.hf_write import HfWriter
-from megatron_patch.checkpoint.megatron_source import MegatronSource
+from megatron_patch.checkpoint import certificate, engine, hashing, ledger, opening, output, torch_dist_write, tracker
+from megatron_patch.checkpoint.hf_write import HfTarget
+from megatron_patch.checkpoint.ledger import Line
 from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.recipe import File
+from megatron_patch.checkpoint.torch_dist_keys import is_stacked
 from megatron_patch.translate import load_config
 
 Progress = Callable[[int, int], None]
+PROBE = 64 << 20  # bytes read to estimate a duration
 
 
 def _silent(done: int, total: int) -> None:
     """No progress."""
 
 
-def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, progress: Progress = _silent) -> dict:
-    """Write the HF folder ``hf`` as ``out``/release. ``dtype`` None keeps what is on disk. Returns a report.
+@dataclass(frozen=True)
+class Work:
+    """How a conversion is carried out: by how many processes, hashed how, and who hears of (bytes done, bytes in all)."""
 
-    Raises ValueError for anything that does not fit; ``out`` is then as it was.
+    workers: int = 1
+    algorithm: str = hashing.ALGORITHMS[0]
+    progress: Progress = _silent
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that was planned and can be carried out; nothing is written before :meth:`run`.
+
+    ``complete(folder)`` writes what stands beside the tensors; ``below``: the folder of ``out`` that the files go to.
     """
-    began = time.monotonic()
+
+    direction: str
+    source: object
+    config: object
+    origin: dict
+    target: dict
+    out: Path
+    files: list[File]
+    lines: list[Line]
+    complete: Callable[[Path], None]
+    below: str = ""
+    replace: bool = False
+
+    def run(self, work: Work = Work()) -> dict:
+        """Carry it out; a report. Raises ValueError or OSError, and ``out`` is then as it was; a killed run goes on when repeated."""
+        began = time.monotonic()
+        mark = engine.fingerprint(self.files, self.lines, self.source, work.algorithm)
+        with output.building(self.out, lambda folder: engine.begun(folder / self.below, mark), self.replace) as folder:
+            (folder / self.below).mkdir(exist_ok=True)
+            digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
+                                 workers=work.workers, progress=work.progress)
+            self.complete(folder)
+            certificate.write(folder, certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin,
+                                                       self.target))
+            engine.forget(folder / self.below)
+        return dict(self.report(), certificate=str(self.out / certificate.NAME), seconds=round(time.monotonic() - began, 3))
+
+    def report(self) -> dict:
+        return dict(direction=self.direction, family=self.config.family.name, source=self.origin["path"], out=str(self.out / self.below),
+                    bytes=sum(item.nbytes for file in self.files for item in file.items))
+
+    def describe(self) -> dict:
+        """What :meth:`run` would write, and about how long it would take with one worker."""
+        tensors = Counter(line.side for line in self.lines)
+        casts = certificate.casts(self.source, self.lines)
+        return dict(self.report(), files={file.path: file.length for file in self.files}, tensors=dict(tensors), dtype_changes=casts,
+                    left_out=self.source.left_out(), estimated_seconds=_estimate(self))
+
+
+def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None) -> Conversion:
+    """Of the HF folder ``hf`` into ``out``/release, a torch_dist checkpoint. ``dtype`` None keeps what is on disk; ``stacked``:
+    layers as an axis of one tensor or each under its own key, None as core saves this model. Raises ValueError for anything
+    that does not fit.
+    """
     config, out = load_config(hf), output.place(out, hf=hf)
     torch_dist_write.check_target(out)
-    source = Source(HfFolder(hf), config.family, config).check()
-    total = sum(c.nbytes for c in torch_dist_write.chunks(source, config, dtype))
-    folder = torch_dist_write.write_release(out, source, config, dtype, _adder(progress, total))
-    return dict(direction="hf-to-megatron", family=config.family.name, hf=str(hf), out=str(folder), bytes=total,
-                seconds=round(time.monotonic() - began, 3))
+    return _to_torch_dist("hf-to-megatron", *opening.open_hf(hf, config), out, dtype, stacked)
 
 
-def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
-                   progress: Progress = _silent) -> dict:
-    """Write the torch_dist checkpoint ``ckpt`` (its root or one iteration) as the HF folder ``out``. Returns a report.
+def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None) -> Conversion:
+    """Of the Megatron checkpoint ``ckpt`` (its root or one iteration) into ``out``/release; ``hf_ref``, of which config.json is
+    enough, says what model it is."""
+    source, config, origin = opening.open_megatron(ckpt, hf_ref)
+    out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)
+    torch_dist_write.check_target(out)
+    return _to_torch_dist("megatron-to-megatron", source, config, origin, out, dtype, stacked)
+
+
+def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False) -> Conversion:
+    """Of the Megatron checkpoint ``ckpt`` into the HF folder ``out``.
 
     Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
     """
-    began = time.monotonic()
-    folder, config = tracker.find(ckpt), load_config(hf_ref)
-    out = output.place(out, ckpt=folder, hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
-    source = MegatronSource(torch_dist_read.TorchDist(folder), config).check()
-    dtypes = {name: source.dtype(place) if place.slot.buffer else dtype or source.dtype(place)
+    source, config, origin = opening.open_megatron(ckpt, hf_ref)
+    out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
+    dtypes = {name: source.dtype(name) if place.slot.buffer else dtype or source.dtype(name)
               for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
-    with HfWriter(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force) as writer:
-        add = _adder(progress, writer.nbytes)
-        for place in plan(config.family, config):
-            for part, name in enumerate(place.names):
-                add(writer.add(name, source.blocks(place, part)))
-        folder = writer.finish()
-    return dict(direction="megatron-to-hf", family=config.family.name, ckpt=str(source.disk.folder), out=str(folder), bytes=writer.nbytes,
-                seconds=round(time.monotonic() - began, 3))
+    target = HfTarget(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force)
+    lines = ledger.lines(source, config, dtypes.get, lambda place: source.dtype(place.names[0]))
+    return Conversion("megatron-to-hf", source, config, origin, dict(format=opening.HF), out, target.files(), lines, target.complete,
+                      replace=target.replace)
 
 
-def _adder(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
+def _to_torch_dist(direction, source, config, origin, out, dtype, stacked) -> Conversion:
+    def dtype_of(place):
+        kinds = {source.dtype(name) for name in place.names}
+        if dtype is None and len(kinds) > 1:
+            raise ValueError(f"{', '.join(place.names)} are fused into one tensor but have dtypes {sorted(map(str, kinds))}; "
+                             f"choose --dtype.")
+        return kinds.pop() if dtype is None or place.slot.buffer else dtype
 
-    def add(n: int) -> None:
-        nonlocal done
-        done += n
-        progress(done, total)
+    stacked = is_stacked(config) if stacked is None else stacked
+    files, stored = torch_dist_write.recipe(torch_dist_write.chunks(config, dtype_of, stacked))
 
-    return add
+    def complete(folder):
+        torch_dist_write.finish(folder / tracker.RELEASE, config, dtype, stored, stacked)
+        output.write_file(folder / tracker.TRACKER, tracker.RELEASE.encode())
+
+    return Conversion(direction, source, config, origin, dict(format=opening.TORCH_DIST), out, files,
+                      ledger.lines(source, config, source.dtype, dtype_of), complete, tracker.RELEASE)
+
+
+def _estimate(conversion) -> float:
+    """Seconds to read, hash and write all bytes, from reading and hashing some."""
+    total, done, began = conversion.report()["bytes"], 0, time.monotonic()
+    made = hashing.new(hashing.ALGORITHMS[0])
+    for path in conversion.source.files():
+        with open(path, "rb", buffering=0) as file:
+            while done < PROBE and (block := file.read(1 << 20)):
+                made.update(block)
+                done += len(block)
+    return round(2 * total * (time.monotonic() - began) / max(done, 1), 1)

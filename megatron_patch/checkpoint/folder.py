@@ -1,6 +1,6 @@
 """Where Hugging Face weights come from: a checkpoint folder (read lazily) or a live model's state_dict, one interface.
 
-A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop), bytes_read,
+A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop), bytes_read, files(),
 origin(name), which says in messages what holds a tensor, and span(name): where its bytes lie in a file, None when they do
 not lie in one piece. ``index`` selects a slab of a 3-D tensor first.
 """
@@ -47,6 +47,9 @@ class HfState:
 
     def span(self, name: str) -> None:
         return None
+
+    def files(self) -> list:
+        return []
 
     def rows(self, name: str, start: int = 0, stop: int | None = None, index: int | None = None) -> Tensor:
         """Rows [start, stop) on the CPU, contiguous; a scalar as itself."""
@@ -104,6 +107,10 @@ class HfFolder:
     def span(self, name: str) -> tuple[Path, int] | None:
         """(file, offset of the tensor's first byte), None for a .bin file."""
         return self._file(name).span(name)
+
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [self.folder / name for name in self._files]
 
     def rows(self, name: str, start: int = 0, stop: int | None = None, index: int | None = None) -> Tensor:
         """Rows [start, stop); only their bytes are read."""

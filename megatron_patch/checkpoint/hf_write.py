@@ -18,30 +18,33 @@ from torch import Tensor
 
 from megatron_patch import translate
 from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint.ledger import label
 from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.recipe import File, Item, Piece
 from megatron_patch.checkpoint.safetensors_file import CODES
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe")  # tokenizer, generation config, remote code
-NOT_COMPANIONS = ("config.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
+NOT_COMPANIONS = ("config.json", "conversion.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor to come."""
+    """One tensor to come, of the parameter ``owner``."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owner: str
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HfWriter:
-    """``add`` every tensor in plan order, then ``finish``. Nothing is visible at ``out`` before that.
+class HfTarget:
+    """The folder ``out`` to be written: its files as a recipe, and what stands beside the tensors.
 
     ``hf_ref``: the folder whose tokenizer, generation config, chat template and remote code are copied, or None.
     ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by name. Raises ValueError when ``out``
@@ -53,17 +56,50 @@ class HfWriter:
         self.out, self.config, self.dtype = output.place(out, hf_ref=hf_ref), config, dtype or config.dtype
         self.replace = _check_target(self.out, hf_ref, force)
         self.hf_ref = Path(hf_ref) if hf_ref is not None else None
-        specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape)) for place in plan(config.family, config)
+        specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape), label(place)) for place in plan(config.family, config)
                  for name, shape in zip(place.names, place.part_shapes(config))]
         self.shards = _shards(specs, size_in_bytes(max_shard_size))
-        self._queue = [(shard, spec) for shard, part in enumerate(self.shards) for spec in part]
-        self._next, self._file, self._open_shard = 0, None, None
-        self.work = output.start(self.out)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.nbytes for part in self.shards for spec in part)
+
+    def files(self) -> list[File]:
+        """The safetensors files."""
+        return [File(self.shard_name(number), tuple(
+            Item(spec.owner, spec.dtype, spec.nbytes, (Piece(spec.name, 0, spec.shape[0]),), head=b"" if place else _header(part))
+            for place, spec in enumerate(part))) for number, part in enumerate(self.shards)]
+
+    def complete(self, folder: Path) -> None:
+        """Write what stands beside the tensors."""
+        if len(self.shards) > 1:
+            self._write_json(folder / "model.safetensors.index.json", self._index())
+        self._write_json(folder / "config.json", translate.to_hf(self.config, self.dtype))
+        if self.hf_ref is not None:
+            copy_companions(self.hf_ref, folder)
+
+    def shard_name(self, shard):
+        n = len(self.shards)
+        return "model.safetensors" if n == 1 else f"model-{shard + 1:05d}-of-{n:05d}.safetensors"
+
+    def _index(self):
+        specs = [spec for part in self.shards for spec in part]
+        return {"metadata": {"total_parameters": sum(math.prod(s.shape) for s in specs), "total_size": sum(s.nbytes for s in specs)},
+                "weight_map": {s.name: self.shard_name(i) for i, part in enumerate(self.shards) for s in part}}
+
+    def _write_json(self, path, value):
+        output.write_file(path, (json.dumps(value, indent=2, sort_keys=path.name == "config.json") + "\n").encode())
+
+
+class HfWriter(HfTarget):
+    """A live model's way: ``add`` every tensor in plan order, then ``finish``. Nothing is visible at ``out`` before that."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._queue = [(shard, spec) for shard, part in enumerate(self.shards) for spec in part]
+        self._next, self._file, self._open_shard = 0, None, None
+        self.work = output.start(self.out)
 
     def add(self, name: str, tensor: Tensor | Iterable[Tensor]) -> int:
         """The next tensor, or its row blocks in order; returns its bytes. Raises ValueError for a wrong order, shape or size."""
@@ -93,11 +129,7 @@ class HfWriter:
             raise ValueError(f"only {self._next} of {len(self._queue)} tensors were added; "
                              f"the next is '{self._queue[self._next][1].name}'.")
         self._close()
-        if len(self.shards) > 1:
-            self._write_json("model.safetensors.index.json", self._index())
-        self._write_json("config.json", translate.to_hf(self.config, self.dtype))
-        if self.hf_ref is not None:
-            copy_companions(self.hf_ref, self.work)
+        self.complete(self.work)
         output.publish(self.out, self.replace)
         return self.out
 
@@ -118,7 +150,7 @@ class HfWriter:
     def _shard_file(self, shard):
         if shard != self._open_shard:
             self._close()
-            self._file = (self.work / self._shard_name(shard)).open("wb", buffering=1 << 18)
+            self._file = (self.work / self.shard_name(shard)).open("wb", buffering=1 << 18)
             self._file.write(_header(self.shards[shard]))
             self._open_shard = shard
         return self._file
@@ -127,18 +159,6 @@ class HfWriter:
         if self._file is not None:
             output.close_durably(self._file)
             self._file = None
-
-    def _shard_name(self, shard):
-        n = len(self.shards)
-        return "model.safetensors" if n == 1 else f"model-{shard + 1:05d}-of-{n:05d}.safetensors"
-
-    def _index(self):
-        specs = [spec for part in self.shards for spec in part]
-        return {"metadata": {"total_parameters": sum(math.prod(s.shape) for s in specs), "total_size": sum(s.nbytes for s in specs)},
-                "weight_map": {s.name: self._shard_name(i) for i, part in enumerate(self.shards) for s in part}}
-
-    def _write_json(self, name, value):
-        output.write_file(self.work / name, (json.dumps(value, indent=2, sort_keys=name == "config.json") + "\n").encode())
 
 
 def size_in_bytes(size) -> int:
@@ -193,7 +213,7 @@ def _header(specs) -> bytes:
 def foreign_files(folder: Path) -> list[str]:
     """Names in ``folder`` that are no part of a Hugging Face checkpoint."""
     names = sorted(path.name for path in folder.iterdir())
-    return [n for n in names if not (is_companion(n) or n == "config.json" or n.endswith((*WEIGHTS, ".index.json")))]
+    return [n for n in names if not (is_companion(n) or n in ("config.json", "conversion.json") or n.endswith((*WEIGHTS, ".index.json")))]
 
 
 def _check_target(out: Path, hf_ref, force: bool) -> bool:

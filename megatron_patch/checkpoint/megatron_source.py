@@ -1,92 +1,115 @@
-"""A torch_dist checkpoint seen through a family: each Hugging Face tensor as row blocks, never a whole fused tensor."""
+"""A Megatron checkpoint by the Hugging Face names of a family, whatever format holds it; vocabulary padding is never seen.
 
-from collections.abc import Iterator
+Megatron's fused tensors are lists of runs of rows of Hugging Face tensors (packing); here those lists are read backwards.
+"""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_patch.checkpoint.plan import Placement, plan
-from megatron_patch.checkpoint.saved_args import differences
-from megatron_patch.checkpoint.source import shorten
-from megatron_patch.checkpoint.torch_dist_keys import DiskTensor, disk_tensors
-from megatron_patch.checkpoint.torch_dist_read import TorchDist
 
-BLOCK = 4 << 20
-MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+CACHE = 1 << 12
 
 
-class MegatronSource:
-    """``disk`` by the placements of ``config``; keys of any backend, stacked or per layer; vocabulary padding is cut off."""
+class Held(Protocol):
+    """A tensor that a checkpoint holds."""
 
-    def __init__(self, disk: TorchDist, config):
-        self.disk, self.config = disk, config
+    dtype: torch.dtype
 
-    def locate(self, place: Placement) -> DiskTensor:
-        """Where ``place`` is. Raises ValueError when the checkpoint does not hold it."""
-        tried = [at for stacked in (True, False) for at in disk_tensors(place, self.config, stacked)]
-        for at in tried:
-            if at.key + self._endings(place)[0] in self.disk.tensors:
-                return at
-        raise ValueError(f"{self.config.family.name}: {self.disk.folder} lacks {' or '.join(dict.fromkeys(at.key for at in tried))} "
-                         f"(slot '{place.key}').")
+    def rows(self, first: int, last: int) -> Tensor: ...
 
-    def _endings(self, place) -> list[str]:
-        return [ending for ending, _ in place.slot.packing.sections(self.config, place.shape(self.config)[0])]
+    def spans(self, first: int, last: int) -> list | None: ...
 
-    def dtype(self, place: Placement) -> torch.dtype:
-        return self.disk.dtype(self.locate(place).key + self._endings(place)[0])
 
-    def blocks(self, place: Placement, part: int) -> Iterator[Tensor]:
-        """The rows of HF tensor ``place.names[part]``, in order."""
-        at, shape = self.locate(place), place.shape(self.config)
-        step = max(1, BLOCK // max(1, torch.Size(shape[1:]).numel() * self.dtype(place).itemsize))
-        for ending, first, count in self._ranges(place, part):
-            for low in range(first, first + count, step):
-                yield self.disk.rows(at.key + ending, at.lead, low, min(low + step, first + count))
+class Stretch(NamedTuple):
+    """Rows [first, first + count) of a Hugging Face tensor are the rows from ``at`` on of what ``held`` names."""
 
-    def _ranges(self, place, part):
-        """(key ending, first row there, rows) of one part, in the part's own order."""
-        found = []
-        for ending, runs in place.slot.packing.sections(self.config, place.shape(self.config)[0]):
+    first: int
+    count: int
+    held: int
+    at: int
+
+
+class MegatronSource(ABC):
+    """By canonical names, as recipe.py asks. A format says what it holds of a placement and which runs of rows that is."""
+
+    def __init__(self, config):
+        self.config = config
+        self._at = {name: (place, part) for place in plan(config.family, config) for part, name in enumerate(place.names)}
+        self._shapes = {name: shape for place in plan(config.family, config)
+                        for name, shape in zip(place.names, place.part_shapes(config))}
+        self._stretches = lru_cache(CACHE)(self._make_stretches)
+
+    @abstractmethod
+    def held(self, place: Placement) -> list[tuple[Held, list]]:
+        """[(tensor, its rows as runs)] that together are ``place``. Raises ValueError when something is missing."""
+
+    @abstractmethod
+    def files(self) -> list:
+        """Paths of the files that hold tensors."""
+
+    @abstractmethod
+    def check(self) -> "MegatronSource":
+        """Raise ValueError unless arguments, tensors and shapes agree with the config and no model tensor is left over."""
+
+    @abstractmethod
+    def left_out(self) -> list[str]:
+        """Names of tensors that are no parameters of the model."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stretches(name)[0][0].dtype
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        last = self.shape(name)[0] if last is None else last
+        parts = [held.rows(low, high) for held, low, high in self._ranges(name, first, last)]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def columns(self, name: str, low: int, high: int) -> Tensor:
+        return self.rows(name)[:, low:high].contiguous()
+
+    def spans(self, name: str, first: int, last: int) -> list | None:
+        out = []
+        for held, low, high in self._ranges(name, first, last):
+            found = held.spans(low, high)
+            if found is None:
+                return None
+            out += found
+        return out
+
+    def parts(self, place: Placement) -> list[Tensor]:
+        """The whole Hugging Face tensors of ``place``, taken apart run by run."""
+        out = None
+        for held, runs in self.held(place):
+            rows, at = held.rows(0, sum(run.length for run in runs)), 0
+            out = out or [rows.new_empty(shape) for shape in place.part_shapes(self.config)]
+            for run in runs:
+                out[run.part][run.start : run.start + run.length] = rows[at : at + run.length]
+                at += run.length
+        return out
+
+    def _ranges(self, name, first, last):
+        """(tensor, first row, last row + 1) that make up rows [first, last) of ``name``, in order."""
+        helds, stretches = self._stretches(name)
+        for start, count, held, at in stretches:
+            low, high = max(first, start), min(last, start + count)
+            if low < high:
+                yield helds[held], at + low - start, at + high - start
+
+    def _make_stretches(self, name):
+        place, part = self._at[name]
+        helds, out = [], []
+        for number, (held, runs) in enumerate(self.held(place)):
+            helds.append(held)
             at = 0
             for run in runs:
                 if run.part == part:
-                    found.append((run.start, ending, at, run.length))
+                    out.append(Stretch(run.start, run.length, number, at))
                 at += run.length
-        return [where for _, *where in sorted(found)]
-
-    def check(self) -> "MegatronSource":
-        """Raise ValueError unless arguments, tensors and shapes agree with config.json and no model tensor is left over."""
-        args = self.disk.common().get("args")
-        problems = differences(args, self.config) if args is not None else []
-        used, seen = set(), set()
-        for place in plan(self.config.family, self.config):
-            try:
-                at = self.locate(place)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            problems += self._shape_problems(at, place) if at.key not in seen else []
-            seen.add(at.key)
-            used.update(d.key + ending for stacked in (True, False) for d in disk_tensors(place, self.config, stacked)
-                        for ending in self._endings(place))
-        problems += [f"holds '{key}' {list(self.disk.shape(key))}, which no parameter of this model takes"
-                     for key in self.disk.tensors if key.startswith(MODEL) and key not in used]
-        if problems:
-            raise ValueError(f"{self.config.family.name}: {self.disk.folder} does not fit the config.json of --hf-ref: "
-                             + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
-        return self
-
-    def _shape_problems(self, at, place):
-        rows, *rest = place.shape(self.config)
-        sections = place.slot.packing.sections(self.config, rows)
-        return [line for ending, runs in sections for line in self._shape_problem(at.key + ending, (
-            *at.grid, sum(run.length for run in runs), *rest), place.slot.vocab)]
-
-    def _shape_problem(self, key, expected, vocab):
-        if key not in self.disk.tensors:
-            return [f"lacks {key}"]
-        found = self.disk.shape(key)
-        if vocab and len(found) == len(expected) and found[1:] == expected[1:] and found[0] >= expected[0]:
-            return []
-        return [] if found == expected else [f"'{key}' has shape {list(found)}, config.json needs {list(expected)}"]
+        return helds, sorted(out)

@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,10 @@ from megatron_patch.checkpoint import folder_lock
 
 LOCK_TRIES = 100
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+
+
+class Interrupted(ValueError):
+    """Work ended in the middle for a reason that is not in what it works on."""
 
 
 def partial(target: Path) -> Path:
@@ -40,14 +44,16 @@ def place(out, **inputs) -> Path:
     return target
 
 
-def start(target: Path) -> Path:
-    """An empty work folder for ``target``, locked; what a killed run left is removed or put back.
+def start(target: Path, keep: Callable[[Path], bool] = lambda work: False) -> Path:
+    """A work folder for ``target``, locked; what a killed run left is removed or put back, or goes on if ``keep(work)``.
 
     Raises ValueError when another process is building ``target``.
     """
     work = partial(target)
     folder_lock.hold(work)
     restore(target)
+    if keep(work):
+        return work
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -75,14 +81,21 @@ def sweep(pattern: Path) -> None:
 
 
 @contextmanager
-def building(target: Path) -> Iterator[Path]:
-    """A work folder that becomes ``target`` when the block ends, and is removed when it raises."""
+def building(target: Path, keep: Callable[[Path], bool] = lambda work: False, replace: bool = False) -> Iterator[Path]:
+    """A work folder that becomes ``target`` when the block ends, and is removed when it raises; see :func:`start` for ``keep``
+    and :func:`publish` for ``replace``.
+
+    What was :class:`Interrupted`, by Ctrl-C too, stays if the next run could ``keep`` it.
+    """
     created = not target.parent.exists()
-    work = start(target)
+    work = start(target, keep)
     try:
         yield work
-        publish(target)
+        publish(target, replace)
     except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, Interrupted)) and keep(work):
+            folder_lock.release(work)
+            raise
         discard(target)
         if created and target.parent.is_dir() and not any(target.parent.iterdir()):
             target.parent.rmdir()

@@ -3,7 +3,8 @@
 Every target format is such a list, every source format answers for the same names, so one engine converts any to any. The names are
 the Hugging Face names of the family. A source has
 
-    shape(name), dtype(name)        what it holds
+    shape(name), dtype(name)        of a tensor
+    files()                         the files that are read
     spans(name, first, last)        [(file, offset, bytes)] of these rows in order, None where they are no plain bytes of files
     rows(name, first, last)         the same rows as a tensor
     columns(name, first, last)      these columns of a matrix
@@ -44,7 +45,7 @@ class Piece(NamedTuple):
 class Item:
     """One tensor of a file, or consecutive rows of one: ``head``, then the pieces as ``dtype``, ``zeros`` bytes and ``tail``.
 
-    ``owner``: what the bytes between head and tail belong to in the certificate, in order.
+    ``owner``: the parameter that it is of; one worker writes the consecutive items of a file that are of one parameter.
     """
 
     owner: str

@@ -79,15 +79,19 @@ class Source:
             return self.reader.columns(at.name, start, stop)
         return self.rows(name)[:, start:stop].contiguous()
 
-    def span(self, name: str):
-        """(file, offset of the first byte) of canonical ``name``, None when it lies in no file in one piece."""
+    def spans(self, name: str, first: int, last: int) -> list | None:
+        """[(file, offset, bytes)] of rows [first, last) of canonical ``name``, None when they lie in no file in one piece."""
         at = self.locate(name)
         base = self.reader.span(at.name)
         if base is None:
             return None
         row = math.prod(at.shape[1:]) * self.dtype(name).itemsize
-        skip = at.first + (at.expert * at.stored[1] if at.expert is not None else 0)
-        return base[0], base[1] + skip * row
+        skip = at.first + first + (at.expert * at.stored[1] if at.expert is not None else 0)
+        return [(base[0], base[1] + skip * row, (last - first) * row)]
+
+    def files(self) -> list:
+        """The files that hold the tensors."""
+        return self.reader.files()
 
     def _find(self, name, template, place, shape) -> Location | None:
         for candidate in self._spellings(name):
@@ -122,6 +126,11 @@ class Source:
                         "Transformers: they are not trained, and an export has none.", self.reader.where, len(extra),
                         self.config.num_layers, extra[0])
         return self
+
+    def left_out(self) -> list[str]:
+        """Tensors of the checkpoint that are no parameters of the model: a tied output layer, buffers, layers beyond the last."""
+        used = {at.name for at in self._at.values()}
+        return [name for name in self.reader.names() if name not in used]
 
     def _is_extra(self, name) -> bool:
         if name.startswith(self.family.extra_prefixes):

@@ -91,17 +91,31 @@ class TorchDist:
                     index[at].append(piece)
         return self._slabs[key, len(lead)].get(tuple(lead), ())
 
+    def spans(self, key: str, lead: tuple[int, ...], start: int, stop: int) -> list | None:
+        """[(file, offset, bytes)] of the same rows in order; None where they are no plain bytes of the files."""
+        dtype, shape = self.tensors[key]
+        row, out, at = math.prod(shape[len(lead) + 1 :]) * dtype.itemsize, [], start
+        found = [(piece, *where) for piece in self._slab(key, lead) if (where := _overlap(piece, lead, start, stop))]
+        for piece, low, high, value in sorted(found, key=lambda part: part[1]):
+            base, nbytes = self._locate(piece)
+            if low != at or piece.size[len(lead) + 1 :] != shape[len(lead) + 1 :] or nbytes != math.prod(piece.size) * dtype.itemsize:
+                return None  # columns, or a view of a larger storage; what is missing, rows() tells
+            out.append((self.folder / piece.file, base + value * dtype.itemsize, (high - low) * row))
+            at = high
+        return out if at == stop else None
+
+    def files(self) -> list[Path]:
+        """The files that hold tensors."""
+        return [self._path(name) for name in sorted({piece.file for pieces in self._pieces.values() for piece in pieces})]
+
     def _fill(self, out, piece, lead, start, stop, dtype) -> int:
-        n = len(lead)
-        offset, size = (piece.offset, piece.size) if len(piece.size) > n else ((*piece.offset, 0), (*piece.size, 1))
-        low, high = max(start, offset[n]), min(stop, offset[n] + size[n])
-        if low >= high:
+        where = _overlap(piece, lead, start, stop)
+        if where is None:
             return 0
-        slab = 0
-        for at, first, count in zip(lead, offset, size):
-            slab = slab * count + at - first
+        low, high, first = where
+        offset, size, n = piece.offset, piece.size, len(lead)
         row = math.prod(size[n + 1 :])
-        block = self._read(piece, (slab * size[n] + low - offset[n]) * row, (high - low) * row, dtype).view(high - low, *size[n + 1 :])
+        block = self._read(piece, first, (high - low) * row, dtype).view(high - low, *size[n + 1 :])
         target = out[low - start : high - start]
         for axis, (first, count) in enumerate(zip(offset[n + 1 :], size[n + 1 :]), start=1):
             target = target.narrow(axis, first, count)
@@ -133,11 +147,14 @@ class TorchDist:
 
     def _open(self, name) -> int:
         if name not in self._files:
-            path = self.folder / name
-            if Path(name).name != name or not path.is_file():
-                raise ValueError(f"{self.folder}: .metadata points to '{name}', which is not a file beside it; copy the whole folder.")
-            self._files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[name] = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         return self._files[name]
+
+    def _path(self, name) -> Path:
+        path = self.folder / name
+        if Path(name).name != name or not path.is_file():
+            raise ValueError(f"{self.folder}: .metadata points to '{name}', which is not a file beside it; copy the whole folder.")
+        return path
 
     def close(self):
         for fd in self._files.values():
@@ -147,6 +164,19 @@ class TorchDist:
     def __del__(self):
         if hasattr(self, "_files"):
             self.close()
+
+
+def _overlap(piece, lead, start, stop):
+    """(first row, last row + 1, number of the first value in the piece) of what ``piece`` holds of rows [start, stop) at ``lead``."""
+    n = len(lead)
+    offset, size = (piece.offset, piece.size) if len(piece.size) > n else ((*piece.offset, 0), (*piece.size, 1))
+    low, high = max(start, offset[n]), min(stop, offset[n] + size[n])
+    if low >= high:
+        return None
+    slab = 0
+    for at, first, count in zip(lead, offset, size):
+        slab = slab * count + at - first
+    return low, high, (slab * size[n] + low - offset[n]) * math.prod(size[n + 1 :])
 
 
 def _check_format(folder):

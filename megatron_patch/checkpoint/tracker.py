@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_patch.checkpoint import output
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # what it names for weights from a conversion, and their folder
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def locate(root, step: int | None = None) -> Found | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text == "release":
-        return _complete(root / "release", 0, True)
+    if text == RELEASE:
+        return _complete(root / RELEASE, 0, True)
     if not text.isdigit():
         raise ValueError(f"{tracker} holds {text[:40]!r}; expected an iteration number or 'release'.")
     return _complete(iteration_folder(root, int(text)), int(text), False)

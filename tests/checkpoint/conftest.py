@@ -25,5 +25,5 @@ def megatron(hf, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("megatron")
     for case, folder in hf.items():
-        convert.hf_to_megatron(folder, root / case)
+        convert.hf_to_megatron(folder, root / case).run()
     return {case: root / case for case in hf}

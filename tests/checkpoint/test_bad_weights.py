@@ -28,7 +28,7 @@ def test_codes_are_no_weights(dtype, kind, tmp_path):
         torch.save(weights, folder / "pytorch_model.bin")
     for target in (None, torch.float32):
         with pytest.raises(ValueError) as error:
-            convert.hf_to_megatron(folder, tmp_path / "m", target)
+            convert.hf_to_megatron(folder, tmp_path / "m", target).run()
         assert f"'{NAME}'" in str(error.value) and ("model." + kind) in str(error.value)
     assert not (tmp_path / "m").exists()
 
@@ -91,13 +91,13 @@ def test_a_bin_of_other_tensors(found, message, zipped, tmp_path):
 def test_a_checkpoint_without_common_state(tmp_path):
     """common.pt half or gone: its path is in the message; gone is fine where the data holds the same state, as core 0.19 writes it."""
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
-    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
     common = tmp_path / "m" / "release" / "common.pt"
     whole = common.read_bytes()
     for length in (0, 1, 10, 300, len(whole) // 2, len(whole) - 1):
         common.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="common.pt"):
-            convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "b")
+            convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "b").run()
     common.unlink()
     disk = TorchDist(common.parent)
     assert disk.common()["args"].num_layers == 2

@@ -74,37 +74,37 @@ def folder(tmp_path):
 
 
 def _both_ways(folder, out):
-    convert.hf_to_megatron(folder, out / "m")
-    convert.megatron_to_hf(out / "m", folder, out / "b")
+    convert.hf_to_megatron(folder, out / "m").run()
+    convert.megatron_to_hf(out / "m", folder, out / "b").run()
 
 
 def test_kill_during_hf_to_megatron(folder, tmp_path):
     """At every moment the output either has no checkpoint at all or the complete one, and a second run works."""
-    total = steps_of(lambda name: convert.hf_to_megatron(folder, tmp_path / name))
+    total = steps_of(lambda name: convert.hf_to_megatron(folder, tmp_path / name).run())
     assert total > 20
     for moment in moments(total):
         out = tmp_path / f"m{moment}"
-        assert killed_at(moment, lambda out=out: convert.hf_to_megatron(folder, out))
+        assert killed_at(moment, lambda out=out: convert.hf_to_megatron(folder, out).run())
         if not out.exists():
             with pytest.raises(ValueError, match="no Megatron checkpoint"):
                 tracker.find(out)
-            convert.hf_to_megatron(folder, out)
-        convert.megatron_to_hf(out, folder, tmp_path / f"b{moment}")
+            convert.hf_to_megatron(folder, out).run()
+        convert.megatron_to_hf(out, folder, tmp_path / f"b{moment}").run()
         same_checkpoint(folder, tmp_path / f"b{moment}")
         assert not list(tmp_path.glob(f".m{moment}*"))
 
 
 def test_kill_during_megatron_to_hf(folder, tmp_path):
     """The exported folder is absent or complete, and a second run works."""
-    convert.hf_to_megatron(folder, tmp_path / "m")
-    total = steps_of(lambda name: convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / name))
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    total = steps_of(lambda name: convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / name).run())
     for moment in moments(total):
         out = tmp_path / f"b{moment}"
-        assert killed_at(moment, lambda out=out: convert.megatron_to_hf(tmp_path / "m", folder, out))
+        assert killed_at(moment, lambda out=out: convert.megatron_to_hf(tmp_path / "m", folder, out).run())
         if not out.exists():
             with pytest.raises(ValueError, match="not a folder"):
                 HfFolder(out)
-            convert.megatron_to_hf(tmp_path / "m", folder, out)
+            convert.megatron_to_hf(tmp_path / "m", folder, out).run()
         same_checkpoint(folder, out)
         assert not list(tmp_path.glob(f".b{moment}*"))
 
@@ -113,11 +113,11 @@ def test_kill_during_a_replacing_export(folder, tmp_path):
     """--force: at every moment the folder holds the earlier export or the new one, whole, and nothing stays beside it in the end."""
     import shutil
 
-    convert.hf_to_megatron(folder, tmp_path / "m")
-    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "earlier")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "earlier").run()
 
     def replace(out):
-        convert.megatron_to_hf(tmp_path / "m", folder, out, torch.bfloat16, force=True)
+        convert.megatron_to_hf(tmp_path / "m", folder, out, torch.bfloat16, force=True).run()
 
     def work(name):
         shutil.copytree(tmp_path / "earlier", tmp_path / name, dirs_exist_ok=True)
@@ -171,5 +171,5 @@ def test_memory_does_not_follow_tensor_size(tmp_path):
     _both_ways(folder, tmp_path / "warm")  # imports
     for dtype in (None, torch.bfloat16):
         name = f"m{dtype}"
-        assert _peak_growth(lambda name=name, dtype=dtype: convert.hf_to_megatron(folder, tmp_path / name, dtype)) < 48 << 20
-        assert _peak_growth(lambda name=name: convert.megatron_to_hf(tmp_path / name, folder, tmp_path / f"b{name}")) < 48 << 20
+        assert _peak_growth(lambda name=name, dtype=dtype: convert.hf_to_megatron(folder, tmp_path / name, dtype).run()) < 48 << 20
+        assert _peak_growth(lambda name=name: convert.megatron_to_hf(tmp_path / name, folder, tmp_path / f"b{name}").run()) < 48 << 20

@@ -74,7 +74,7 @@ def test_we_read_what_others_saved(runs, hf, tmp_path, world):
     for name, root in folders.items():
         case = name.split("/")[0]
         out = tmp_path / name.replace("/", "-")
-        convert.megatron_to_hf(root, hf[case], out)
+        convert.megatron_to_hf(root, hf[case], out).run()
         same_checkpoint(hf[case], out)
 
 

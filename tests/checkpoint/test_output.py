@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     """(HF folder, Megatron checkpoint of it)"""
     root = tmp_path_factory.mktemp("made")
     folder = small.write(root / "x", small.LLAMA, small.tensors(small.LLAMA))
-    convert.hf_to_megatron(folder, root / "m")
+    convert.hf_to_megatron(folder, root / "m").run()
     return folder, root / "m"
 
 
@@ -33,13 +33,13 @@ def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path):
     try:
         assert other.stdout.readline() == b"ready\n"
         with pytest.raises(ValueError, match="another process is writing there"):
-            convert.hf_to_megatron(folder, tmp_path / "m")
+            convert.hf_to_megatron(folder, tmp_path / "m").run()
         assert (tmp_path / ".m.partial" / "half").exists()
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait(timeout=20)
         other.stdout.close()
-    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
     assert [p.name for p in tmp_path.iterdir()] == ["m"] and not (tmp_path / "m" / "half").exists()
 
 
@@ -102,9 +102,9 @@ def test_a_link_as_output_stays_a_link(force, made, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     if force:
-        convert.megatron_to_hf(ckpt, folder, tmp_path / "real")
+        convert.megatron_to_hf(ckpt, folder, tmp_path / "real").run()
         (tmp_path / "real" / "old.txt").write_text("x")
-    convert.megatron_to_hf(ckpt, folder, tmp_path / "link", force=force)
+    convert.megatron_to_hf(ckpt, folder, tmp_path / "link", force=force).run()
     assert os.readlink(tmp_path / "link") == "real" and sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
     assert not (tmp_path / "real" / "old.txt").exists()
     same_checkpoint(folder, tmp_path / "real")
@@ -115,7 +115,8 @@ def test_the_current_folder_is_not_deleted(made, tmp_path, monkeypatch):
     folder, ckpt = made
     monkeypatch.chdir(tmp_path)
     before = os.stat(".").st_ino
-    for work in (lambda: convert.hf_to_megatron(folder, "."), lambda: convert.megatron_to_hf(ckpt, folder, tmp_path, force=True)):
+    for work in (lambda: convert.hf_to_megatron(folder, ".").run(),
+                 lambda: convert.megatron_to_hf(ckpt, folder, tmp_path, force=True).run()):
         with pytest.raises(ValueError, match="is the current folder"):
             work()
     assert os.stat(tmp_path).st_ino == before and not list(tmp_path.iterdir())
@@ -125,9 +126,9 @@ def test_nothing_is_written_inside_what_is_read(made):
     """--out below --hf, --hf-ref or --ckpt is refused with the option's name; the folders stay as they were."""
     folder, ckpt = made
     before = sorted(folder.iterdir()), sorted(ckpt.iterdir())
-    for option, work in (("--hf", lambda: convert.hf_to_megatron(folder, folder / "a" / "m")),
-                         ("--hf-ref", lambda: convert.megatron_to_hf(ckpt, folder, folder / "b")),
-                         ("--ckpt", lambda: convert.megatron_to_hf(ckpt, folder, ckpt / "release" / "b"))):
+    for option, work in (("--hf", lambda: convert.hf_to_megatron(folder, folder / "a" / "m").run()),
+                         ("--hf-ref", lambda: convert.megatron_to_hf(ckpt, folder, folder / "b").run()),
+                         ("--ckpt", lambda: convert.megatron_to_hf(ckpt, folder, ckpt / "release" / "b").run())):
         with pytest.raises(ValueError, match=rf"lies inside .*\({option}\)"):
             work()
     assert before == (sorted(folder.iterdir()), sorted(ckpt.iterdir()))

@@ -19,15 +19,15 @@ from tests.checkpoint.test_others import same_checkpoint
 
 
 def there_and_back(folder, tmp_path, **options):
-    convert.hf_to_megatron(folder, tmp_path / "m", options.pop("dtype", None))
-    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", **options)
+    convert.hf_to_megatron(folder, tmp_path / "m", options.pop("dtype", None)).run()
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", **options).run()
     return tmp_path / "back"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bitwise_same_keys_same_config(case, hf, megatron, tmp_path):
     """Every family: bitwise equal tensors, the same key set and the same config.json; tied models write no lm_head (B14, B40)."""
-    convert.megatron_to_hf(megatron[case], hf[case], tmp_path / "back")
+    convert.megatron_to_hf(megatron[case], hf[case], tmp_path / "back").run()
     same_checkpoint(hf[case], tmp_path / "back")
     settings = hf[case] / "generation_config.json"  # references write none
     if settings.exists():
@@ -39,7 +39,7 @@ def test_transformers_loads_the_export(hf, megatron, tmp_path):
     import transformers
 
     for case in ("mixtral", "qwen2_tied"):
-        convert.megatron_to_hf(megatron[case], hf[case], tmp_path / case)
+        convert.megatron_to_hf(megatron[case], hf[case], tmp_path / case).run()
         _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / case, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
@@ -55,8 +55,8 @@ def test_other_sources_give_the_same_checkpoint(source, tmp_path):
     else:
         small.write(other, small.LLAMA, None)
         torch.save(weights, other / "pytorch_model.bin")
-    convert.hf_to_megatron(one, tmp_path / "m1")
-    convert.hf_to_megatron(other, tmp_path / "m2")
+    convert.hf_to_megatron(one, tmp_path / "m1").run()
+    convert.hf_to_megatron(other, tmp_path / "m2").run()
     assert (tmp_path / "m1/release/__0_0.distcp").read_bytes() == (tmp_path / "m2/release/__0_0.distcp").read_bytes()
 
 
@@ -87,16 +87,16 @@ def test_fused_parts_of_two_dtypes_need_a_choice(tmp_path):
     weights["model.layers.0.self_attn.q_proj.weight"] = weights["model.layers.0.self_attn.q_proj.weight"].bfloat16()
     folder = small.write(tmp_path / "x", small.LLAMA, weights)
     with pytest.raises(ValueError, match="fused into one tensor but have dtypes.*--dtype"):
-        convert.hf_to_megatron(folder, tmp_path / "m")
+        convert.hf_to_megatron(folder, tmp_path / "m").run()
     assert not (tmp_path / "m").exists()
-    convert.hf_to_megatron(folder, tmp_path / "m", torch.float32)
+    convert.hf_to_megatron(folder, tmp_path / "m", torch.float32).run()
 
 
 def test_size_on_disk(tmp_path):
     """A bf16 checkpoint takes at most 1.1 x (2 bytes a parameter + padding) (B26)."""
     config = {**small.LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 1003, "torch_dtype": "bfloat16"}
     weights = small.tensors(config, torch.bfloat16)
-    convert.hf_to_megatron(small.write(tmp_path / "x", config, weights), tmp_path / "m")
+    convert.hf_to_megatron(small.write(tmp_path / "x", config, weights), tmp_path / "m").run()
     size = sum(p.stat().st_size for p in (tmp_path / "m").rglob("*") if p.is_file())
     assert size <= 1.1 * (sum(t.numel() * 2 for t in weights.values()) + 2 * (1024 - 1003) * 128 * 2)
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_refused_conversion(kind, tmp_path):
     """A missing, unused or mis-shaped tensor is named and the output folder does not exist afterwards (B29)."""
     folder = small.write(tmp_path / "x", small.LLAMA, broken(small.tensors(small.LLAMA), kind))
     with pytest.raises(ValueError, match="k_proj|extra|down_proj"):
-        convert.hf_to_megatron(folder, tmp_path / "deep" / "m")
+        convert.hf_to_megatron(folder, tmp_path / "deep" / "m").run()
     assert not (tmp_path / "deep").exists()
 
 
@@ -146,16 +146,16 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path):
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
     there_and_back(folder, tmp_path)
     with pytest.raises(ValueError, match="not empty"):
-        convert.hf_to_megatron(folder, tmp_path / "m")
+        convert.hf_to_megatron(folder, tmp_path / "m").run()
     with pytest.raises(ValueError, match="--force"):
-        convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back")
-    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", force=True)
+        convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back").run()
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", force=True).run()
     same_checkpoint(folder, tmp_path / "back")
     (tmp_path / "back" / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="thesis.tex"):
-        convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", force=True)
+        convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back", force=True).run()
     with pytest.raises(ValueError, match="reference folder itself"):
-        convert.megatron_to_hf(tmp_path / "m", folder, folder, force=True)
+        convert.megatron_to_hf(tmp_path / "m", folder, folder, force=True).run()
     assert (tmp_path / "back" / "thesis.tex").read_text() == "precious"
 
 
@@ -168,10 +168,10 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path):
 def test_reference_of_another_model_is_refused(change, message, tmp_path):
     """Sizes and numbers of --hf-ref must be those of the checkpoint's own arguments and tensors (B24, B37)."""
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
-    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
     other = small.write(tmp_path / "y", {**small.LLAMA, **change}, None)
     with pytest.raises(ValueError, match=message):
-        convert.megatron_to_hf(tmp_path / "m", other, tmp_path / "back")
+        convert.megatron_to_hf(tmp_path / "m", other, tmp_path / "back").run()
     assert not (tmp_path / "back").exists()
 
 
@@ -187,12 +187,12 @@ def test_arguments_with_unknown_classes(tmp_path):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
-    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
     path = tmp_path / "m/release/common.pt"
     torch.save({"args": Namespace(num_layers=2, attention_backend=Backend.AUTO)}, path)
     args = torch_dist_read.TorchDist(path.parent).common()["args"]
     assert args.num_layers == 2 and args.attention_backend.args == (5,)
-    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back")
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "back").run()
     same_checkpoint(folder, tmp_path / "back")
     whole = path.read_bytes()
     torch.save({"args": Evil()}, path)
@@ -210,14 +210,14 @@ def test_arguments_with_unknown_classes(tmp_path):
 def test_incomplete_checkpoints_are_refused(tmp_path):
     """A lost data file, a cut one, a lost .metadata or metadata.json, a tracker that points nowhere: each named."""
     folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
-    convert.hf_to_megatron(folder, tmp_path / "m")
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
 
     def attempt(change, message):
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
         shutil.copytree(tmp_path / "m", tmp_path / "c")
         change(tmp_path / "c")
         with pytest.raises(ValueError, match=message):
-            convert.megatron_to_hf(tmp_path / "c", folder, tmp_path / "back")
+            convert.megatron_to_hf(tmp_path / "c", folder, tmp_path / "back").run()
         assert not list(tmp_path.glob("*back*"))
 
     attempt(lambda c: (c / "release/__0_0.distcp").unlink(), "points to '__0_0.distcp'")
@@ -256,5 +256,5 @@ def test_tokenizer_template_and_code_come_along(tmp_path):
         (folder / name).write_text(text)
     back = there_and_back(folder, tmp_path)
     found = {p.name for p in back.iterdir()}
-    assert found == {p.name for p in folder.iterdir()} - {"optimizer.pt", ".gitattributes"}
+    assert found == {p.name for p in folder.iterdir()} - {"optimizer.pt", ".gitattributes"} | {"conversion.json"}
     assert transformers.AutoTokenizer.from_pretrained(back)("w3 w5")["input_ids"] == [3, 5]

@@ -86,8 +86,8 @@ def test_offline_conversion_imports_no_megatron(folders, tmp_path):
     script = f"""
 import sys
 from megatron_patch.checkpoint import convert
-convert.hf_to_megatron({str(folders['llama'])!r}, {str(tmp_path / 'm')!r})
-convert.megatron_to_hf({str(tmp_path / 'm')!r}, {str(folders['llama'])!r}, {str(tmp_path / 'b')!r})
+convert.hf_to_megatron({str(folders['llama'])!r}, {str(tmp_path / 'm')!r}).run()
+convert.megatron_to_hf({str(tmp_path / 'm')!r}, {str(folders['llama'])!r}, {str(tmp_path / 'b')!r}).run()
 import torch
 assert not [m for m in sys.modules if m == 'megatron' or m.startswith('megatron.')]
 assert not torch.distributed.is_initialized()

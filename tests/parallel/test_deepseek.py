@@ -47,8 +47,8 @@ def test_selection_bias_is_never_cast(zoo, tmp_path):
     """A conversion with dtype bf16, there and back, leaves the bias in fp32 and bitwise; everything else is bf16."""
     from pathlib import Path
 
-    convert.hf_to_megatron(zoo["deepseek_v3"], tmp_path / "m", torch.bfloat16)
-    convert.megatron_to_hf(tmp_path / "m", zoo["deepseek_v3"], tmp_path / "back", torch.bfloat16)
+    convert.hf_to_megatron(zoo["deepseek_v3"], tmp_path / "m", torch.bfloat16).run()
+    convert.megatron_to_hf(tmp_path / "m", zoo["deepseek_v3"], tmp_path / "back", torch.bfloat16).run()
     before, after = (load_file(Path(folder) / "model.safetensors") for folder in (zoo["deepseek_v3"], tmp_path / "back"))
     wrong = [k for k, v in before.items() if not torch.equal(after[k], v if k.endswith(BIAS) else v.bfloat16())]
     assert before.keys() == after.keys() and not wrong
@@ -72,10 +72,10 @@ def test_layers_beyond_the_last_are_left_out(case, zoo, tmp_path, caplog):
     from pathlib import Path
 
     count = with_extra_layer(zoo[case], tmp_path / "hub")
-    convert.hf_to_megatron(tmp_path / "hub", tmp_path / "m")
+    convert.hf_to_megatron(tmp_path / "hub", tmp_path / "m").run()
     (notice,) = [r.getMessage() for r in caplog.records if "beyond" in r.getMessage()]
     assert f"{count} tensors of layers beyond the 4" in notice
-    convert.megatron_to_hf(tmp_path / "m", tmp_path / "hub", tmp_path / "back")
+    convert.megatron_to_hf(tmp_path / "m", tmp_path / "hub", tmp_path / "back").run()
     assert not same(Path(zoo[case]), tmp_path / "back")
 
 
@@ -83,4 +83,4 @@ def test_families_without_such_layers_refuse_them(zoo, tmp_path):
     """DeepSeek-V2 has no such layers: they stay an error."""
     with_extra_layer(zoo["deepseek_v2"], tmp_path / "hub")
     with pytest.raises(ValueError, match=r"holds 'model.layers.4.*no parameter of this model takes"):
-        convert.hf_to_megatron(tmp_path / "hub", tmp_path / "m")
+        convert.hf_to_megatron(tmp_path / "hub", tmp_path / "m").run()

@@ -20,10 +20,10 @@ def test_prediction_layers_are_left_out(zoo, tmp_path, caplog):
     shutil.copytree(zoo["qwen3_next"], hub, ignore=shutil.ignore_patterns("gradients", "expected.pt"))
     extra = {f"mtp.{name}": torch.ones(4) for name in ("norm.weight", "layers.0.input_layernorm.weight")}
     save_file({**weights, **extra}, hub / "model.safetensors", {"format": "pt"})
-    convert.hf_to_megatron(hub, tmp_path / "m")
+    convert.hf_to_megatron(hub, tmp_path / "m").run()
     (notice,) = [r.getMessage() for r in caplog.records if "beyond" in r.getMessage()]
     assert "2 tensors of layers beyond the 4" in notice
-    convert.megatron_to_hf(tmp_path / "m", hub, tmp_path / "back")
+    convert.megatron_to_hf(tmp_path / "m", hub, tmp_path / "back").run()
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys() and all(torch.equal(back[k], v) for k, v in weights.items())
 
@@ -31,7 +31,7 @@ def test_prediction_layers_are_left_out(zoo, tmp_path, caplog):
 def test_conversion_says_what_the_layers_are(zoo, tmp_path):
     """Sizes of the delta nets, the output gate and zero-centred norms are among the arguments, so that --use-checkpoint-args builds the
     same model; the projection is six tensors on disk, as core saves it."""
-    convert.hf_to_megatron(Path(zoo["qwen3_next"]), tmp_path / "m")
+    convert.hf_to_megatron(Path(zoo["qwen3_next"]), tmp_path / "m").run()
     disk = TorchDist(tmp_path / "m" / "release")
     args = disk.common()["args"]
     assert (args.experimental_attention_variant, args.linear_attention_freq) == ("gated_delta_net", [1, 1, 1, 0])

@@ -1,0 +1,92 @@
+"""conversion.json, the proof that stands beside what was converted: every tensor of both sides with its hash, and what was left out.
+
+hash: of dtype, shape and row-major little-endian bytes (hashing.py). A Megatron tensor is one layer's (and one expert's) parameter
+as the native spec names it, whole and unpadded, so that certificates of different layouts and formats can be compared line by line.
+"""
+
+import json
+import math
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint.ledger import HF, MEGATRON, Line
+
+NAME = "conversion.json"
+VERSION = 1
+PACKAGES = ("megatron_patch", "megatron-core", "torch", "transformers", "safetensors")
+
+
+def make(source, config, lines: list[Line], digests: dict, algorithm: str, origin: dict, target: dict) -> dict:
+    """The certificate of a conversion from ``origin`` to ``target`` (each with its format) whose lines have these digests."""
+    sides = {side: {line.name: dict(dtype=dtype_name(line.dtype), shape=list(line.shape), hash=digests[line.key])
+                    for line in lines if line.side == side} for side in (HF, MEGATRON)}
+    return dict(
+        certificate=VERSION, hash=algorithm, family=config.family.name, source=origin, target=target,
+        counts={side: dict(tensors=len(found), values=sum(math.prod(line["shape"]) for line in found.values()))
+                for side, found in sides.items()},
+        dtype_changes=casts(source, lines), tied=_tied(config), left_out=source.left_out(), versions=_versions(), **sides)
+
+
+def casts(source, lines: list[Line]) -> list[str]:
+    """The changes of dtype on the way, each once."""
+    return sorted({f"{dtype_name(source.dtype(line.pieces[0].name))} -> {dtype_name(line.dtype)}" for line in lines
+                   if source.dtype(line.pieces[0].name) != line.dtype})
+
+
+def write(folder: Path, made: dict) -> None:
+    """Write ``made`` into ``folder``."""
+    output.write_file(folder / NAME, (json.dumps(made, indent=1) + "\n").encode())
+
+
+def read(path) -> dict:
+    """The certificate in the file ``path``. Raises ValueError for anything else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a certificate ({error}); expected a {NAME} written by a conversion.") from None
+    if not isinstance(found, dict) or found.get("certificate") != VERSION:
+        raise ValueError(f"{path} is no certificate of version {VERSION}; expected a {NAME} written by a conversion.")
+    if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found.get("left_out"), list):
+        raise ValueError(f"{path} does not say what was converted into what; the certificate is damaged.")
+    for side in (HF, MEGATRON):
+        if not isinstance(found.get(side), dict) or not all(_is_line(line) for line in found[side].values()):
+            raise ValueError(f"{path}: '{side}' is no table of tensors with dtype, shape and hash; the certificate is damaged.")
+    return found
+
+
+def _is_side(side) -> bool:
+    return isinstance(side, dict) and side.get("format") in ("hf", "torch_dist", "legacy")
+
+
+def _is_line(line) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("shape"), list) and all(isinstance(line.get(k), str) for k in ("dtype", "hash"))
+
+
+def _tied(config) -> list[str]:
+    return ["output_layer.weight is embedding.word_embeddings.weight"] if config.tied else []
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' and so on."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`. Raises ValueError for what is no dtype."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"'{name}' in the certificate is no dtype; the file is damaged.")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    out = {}
+    for package in PACKAGES:
+        try:
+            out[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return out

@@ -1,0 +1,208 @@
+"""Carries out a recipe: the same files and bytes from any number of workers, and again after an interruption.
+
+A journal in the work folder names the units whose bytes are on the disk; a run of the same recipe on the same sources goes on after
+them. The process that called keeps the journal and syncs; workers are its forks and end with it.
+"""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+
+from megatron_patch.checkpoint import units
+from megatron_patch.checkpoint.copying import Copier
+from megatron_patch.checkpoint.ledger import Line
+from megatron_patch.checkpoint.output import Interrupted
+from megatron_patch.checkpoint.recipe import File
+
+JOURNAL = "conversion.journal"
+MARGIN = 1 << 20  # bytes for what stands beside the tensors
+
+
+def fingerprint(files: list[File], lines: list[Line], source, algorithm: str) -> str:
+    """Tells whether a journal is of this recipe, these source files and this hash."""
+    made = hashlib.sha256(algorithm.encode())
+    for path in sorted(source.files()):
+        found = os.stat(path)
+        made.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+    for part in (*files, *lines):
+        made.update(repr(part).encode())
+    return made.hexdigest()
+
+
+def begun(work: Path, mark: str) -> bool:
+    """Whether ``work`` holds an interrupted run of the recipe with the fingerprint ``mark``."""
+    try:
+        with (work / JOURNAL).open(encoding="utf-8") as file:
+            return json.loads(file.readline()) == {"fingerprint": mark}
+    except (OSError, ValueError):
+        return False
+
+
+def run(files: list[File], lines: list[Line], source, folder: Path, *, mark: str, algorithm: str = "xxh3_128", workers: int = 1,
+        progress: Callable[[int, int], None] = lambda done, total: None) -> dict[tuple, str]:
+    """Write ``files`` into the work folder ``folder`` and hash ``lines``; {key of a line: hex digest}. :func:`forget` ends it.
+
+    ``progress(done, total)`` gets bytes. Raises ValueError for what is wrong with a source, OSError with the file's name for what
+    the system refuses.
+    """
+    todo = units.cut(files, lines)
+    if begun(folder, mark) and all(_has_size(folder / file.path, file.length) for file in files):
+        done = _journal(folder)
+    else:
+        done = {}
+        _check_space(folder, files)
+        _prepare(folder, files, mark)
+    total = sum(file.length for file in files)
+    count = _Count(progress, total, sum(todo[n].length for n in done if isinstance(todo[n], units.Unit)))
+    with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
+        def finished(number, digests):
+            if isinstance(todo[number], units.Unit):
+                _sync(folder / todo[number].path)
+            done[number] = digests
+            journal.write(json.dumps({"unit": number, "digests": digests}) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+        left = [number for number in range(len(todo)) if number not in done]
+        each = _alone if workers <= 1 or len(left) <= 1 else _together
+        each(todo, left, lambda told: Copier(source, folder, algorithm, told), finished, count, min(workers, len(left)))
+    return {line.key: digest for number, work in enumerate(todo) for line, digest in zip(work.lines, done[number])}
+
+
+def forget(folder: Path) -> None:
+    """Remove the journal: the folder is about to be published."""
+    (folder / JOURNAL).unlink()
+
+
+class _Count:
+    def __init__(self, progress, total, done):
+        self.progress, self.total, self.done = progress, total, done
+        self(0)
+
+    def __call__(self, n):
+        self.done += n
+        self.progress(self.done, self.total)
+
+
+def _check_space(folder, files):
+    need, free = sum(file.length for file in files) + MARGIN, shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(errno.ENOSPC, f"No space left on device: the output needs {need:,} bytes, {free:,} are free", str(folder))
+
+
+def _prepare(folder, files, mark):
+    for file in files:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as made:
+            made.truncate(file.length)
+    with (folder / JOURNAL).open("w", encoding="utf-8") as journal:
+        journal.write(json.dumps({"fingerprint": mark}) + "\n")
+        journal.flush()
+        os.fsync(journal.fileno())
+
+
+def _has_size(path, length):
+    return path.is_file() and path.stat().st_size == length
+
+
+def _journal(folder) -> dict[int, list[str]]:
+    """{unit: digests} of whole journal lines; a torn last line is cut off."""
+    path, out, good = folder / JOURNAL, {}, 0
+    for number, raw in enumerate(path.read_bytes().splitlines(keepends=True)):
+        try:
+            line = json.loads(raw)
+            if number:
+                out[line["unit"]] = line["digests"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if not raw.endswith(b"\n"):
+            break
+        good += len(raw)
+    os.truncate(path, good)
+    return out
+
+
+def _sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _alone(todo, left, copier, finished, count, workers):
+    mine = copier(count)
+    try:
+        for number in left:
+            finished(number, mine.do(todo[number]))
+    finally:
+        mine.close()
+
+
+def _together(todo, left, copier, finished, count, workers):
+    """Each worker is a fork that is handed one unit after the other."""
+    context, todo_next = multiprocessing.get_context("fork"), iter(left)
+    pipes, processes = {}, []
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(todo, copier, there, here, list(pipes)), daemon=True)
+            process.start()
+            there.close()
+            processes.append(process)
+            pipes[here] = process
+            here.send(next(todo_next, None))
+        _serve(pipes, todo_next, finished, count)
+    finally:
+        for process in processes:
+            if pipes:  # something failed
+                process.kill()
+            process.join()
+
+
+def _serve(pipes, todo_next, finished, count):
+    while pipes:
+        for pipe in connection.wait(list(pipes)):
+            try:
+                kind, *found = pipe.recv()
+            except EOFError:
+                pipes[pipe].join()
+                raise Interrupted(f"a conversion worker ended without a word (exit code {pipes[pipe].exitcode}; -9 is a kill, often for "
+                                  f"memory); the same command goes on where this one stopped.") from None
+            if kind == "bytes":
+                count(*found)
+            elif kind == "failed":
+                raise found[0]
+            else:
+                following = next(todo_next, None)
+                pipe.send(following)
+                if following is None:
+                    del pipes[pipe]
+                finished(*found)
+
+
+def _work(todo, copier, pipe, other_end, others):
+    """A worker: units by number until None comes."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends its workers
+    other_end.close()
+    for other in others:
+        other.close()
+    torch.set_num_threads(1)  # a fork must not enter a thread pool that it has only inherited
+    mine = copier(lambda n: pipe.send(("bytes", n)))
+    try:
+        while (number := pipe.recv()) is not None:
+            pipe.send(("done", number, mine.do(todo[number])))
+    except (EOFError, BrokenPipeError):
+        return  # the caller is gone
+    except (ValueError, OSError) as error:
+        pipe.send(("failed", error))

@@ -1,0 +1,160 @@
+"""The conversion engine: the same bytes from any number of workers, on after an interruption, nothing left after a failure."""
+
+import errno
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from megatron_patch.checkpoint import convert, copying, engine, output, units
+from tests.checkpoint import small
+from tests.checkpoint.test_kill import killed_at
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT", 500)  # nearly every parameter is a unit
+    return small.write(tmp_path / "x", small.MIXTRAL, small.tensors(small.MIXTRAL, torch.bfloat16))
+
+
+def contents(folder):
+    """{path: bytes}; without what names this very run (a random save id, paths, times)."""
+    out = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    made = json.loads(out.pop("conversion.json"))
+    made["source"].pop("path")
+    made["source"].pop("hf_ref", None)
+    return {name: data for name, data in out.items() if not name.endswith(".metadata")} | {"certificate": made}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_workers_write_what_one_writes(folder, tmp_path, dtype):
+    """Same file list, same bytes, same certificate, in all three directions."""
+    convert.hf_to_megatron(folder, tmp_path / "m", dtype).run()
+    for workers in (2, 3):
+        work = convert.Work(workers)
+        convert.hf_to_megatron(folder, tmp_path / f"m{workers}", dtype).run(work)
+        assert contents(tmp_path / f"m{workers}") == contents(tmp_path / "m")
+    plans = {"b": lambda out: convert.megatron_to_hf(tmp_path / "m", folder, out, dtype, max_shard_size=9000),
+             "r": lambda out: convert.megatron_to_megatron(tmp_path / "m", folder, out, dtype, stacked=False)}
+    for name, planned in plans.items():
+        planned(tmp_path / name).run()
+        planned(tmp_path / f"{name}2").run(convert.Work(2))
+        assert contents(tmp_path / f"{name}2") == contents(tmp_path / name)
+
+
+class Counted(copying.Copier):
+    """Counts the units it does."""
+
+    done = 0
+
+    def do(self, work):
+        Counted.done += 1
+        return super().do(work)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    Counted.done = 0
+    monkeypatch.setattr(engine, "Copier", Counted)
+    return Counted
+
+
+def units_of(planned):
+    return len(units.cut(planned.files, planned.lines))
+
+
+@pytest.mark.parametrize("moment", [40, 80, 120])
+def test_a_killed_run_goes_on(folder, tmp_path, counted, moment):
+    """After kill -9 the same command does only what is left, and the output is that of an uninterrupted run."""
+    convert.hf_to_megatron(folder, tmp_path / "whole").run()
+    total, counted.done = units_of(convert.hf_to_megatron(folder, tmp_path / "m")), 0
+    assert killed_at(moment, lambda: convert.hf_to_megatron(folder, tmp_path / "m").run())
+    assert not (tmp_path / "m").exists() and (tmp_path / ".m.partial").exists()
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    assert counted.done < total - 4
+    assert contents(tmp_path / "m") == contents(tmp_path / "whole")
+
+
+def test_what_was_interrupted_and_changed_starts_anew(folder, tmp_path, counted):
+    """Other weights, another dtype: nothing of the interrupted run is used; a torn journal costs its last line alone."""
+    planned = convert.hf_to_megatron(folder, tmp_path / "m")
+    total = units_of(planned)
+    assert killed_at(60, planned.run)
+    small.write(folder, small.MIXTRAL, small.tensors(small.MIXTRAL, torch.bfloat16, seed=1))
+    counted.done = 0
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    assert counted.done == total
+    convert.hf_to_megatron(folder, tmp_path / "whole").run()
+    assert contents(tmp_path / "m") == contents(tmp_path / "whole")
+
+    assert killed_at(60, convert.hf_to_megatron(folder, tmp_path / "n").run)
+    journal = tmp_path / ".n.partial" / "release" / engine.JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:9])
+    counted.done = 0
+    convert.hf_to_megatron(folder, tmp_path / "n").run()
+    assert counted.done == total - (len(lines) - 2)
+    assert contents(tmp_path / "n") == contents(tmp_path / "whole")
+
+
+def test_a_killed_worker_is_told_and_the_run_goes_on(folder, tmp_path, monkeypatch, counted):
+    """A worker that the system kills: one line, no checkpoint, and the next run goes on."""
+    class Dying(Counted):
+        def do(self, work):
+            if isinstance(work, units.Unit) and work.offset > 9000:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().do(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Copier", Dying)
+        with pytest.raises(output.Interrupted, match="exit code -9"):
+            convert.hf_to_megatron(folder, tmp_path / "m").run(convert.Work(2))
+    assert not (tmp_path / "m").exists()
+    planned, counted.done = convert.hf_to_megatron(folder, tmp_path / "m"), 0
+    planned.run()
+    assert 0 < counted.done < units_of(planned)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_named_and_leaves_nothing(folder, tmp_path, monkeypatch, workers):
+    """ENOSPC in the middle: the error names the file; too little room from the start: before anything is written."""
+    write = os.pwrite
+
+    def full(fd, data, offset):
+        if offset > 20_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left.*distcp"):
+            convert.hf_to_megatron(folder, tmp_path / "m").run(convert.Work(workers))
+    monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 4000})())
+    with pytest.raises(OSError, match="needs .* bytes, 4,000 are free"):
+        convert.hf_to_megatron(folder, tmp_path / "m").run(convert.Work(workers))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_source_that_is_cut_off_meanwhile(folder, tmp_path, workers):
+    """The source loses its end after it was checked: the error names it, nothing is left."""
+    planned = convert.hf_to_megatron(folder, tmp_path / "m")
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(ValueError, match="model.safetensors ends at byte .* cut off"):
+        planned.run(convert.Work(workers))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+
+
+def test_a_dry_run_says_what_would_be_written(folder, tmp_path):
+    """The sizes are those of the files that a run writes; nothing is written before."""
+    planned = convert.hf_to_megatron(folder, tmp_path / "m", torch.float32)
+    told = planned.describe()
+    assert not (tmp_path / "m").exists() and told["dtype_changes"] == ["bfloat16 -> float32"] and told["estimated_seconds"] >= 0
+    planned.run()
+    assert told["files"] == {name: (tmp_path / "m" / "release" / name).stat().st_size for name in told["files"]}
+    assert told["bytes"] == 2 * sum(t.numel() * 2 for t in small.tensors(small.MIXTRAL).values()) + 2 * (128 - 40) * 16 * 4
