@@ -3,6 +3,7 @@
     python -m toolkits.convert hf-to-megatron --hf HF_DIR --out CKPT
     python -m toolkits.convert megatron-to-hf --ckpt CKPT --hf-ref HF_DIR --out DIR
     python -m toolkits.convert megatron-to-megatron --ckpt CKPT --hf-ref HF_DIR --out CKPT
+    python -m toolkits.convert hf-to-hf --hf HF_DIR --out DIR
 
 Each writes conversion.json, the certificate that `python -m toolkits.verify --certificate` checks. The same command again goes on
 after an interruption.
@@ -24,22 +25,26 @@ def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
     made = argparse.ArgumentParser("python -m toolkits.convert", description=about, epilog=usage,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(dest="command", required=True, metavar="{hf-to-megatron,megatron-to-hf,megatron-to-megatron}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     there = commands.add_parser("hf-to-megatron", help="write CKPT/release and CKPT/latest_checkpointed_iteration.txt")
-    there.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder or hub-cache snapshot")
     back = commands.add_parser("megatron-to-hf", help="write what save_pretrained would write")
-    back.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
-    back.add_argument("--force", action="store_true", help="replace --out if it holds a Hugging Face checkpoint")
+    hf = commands.add_parser("hf-to-hf", help="write a Hugging Face folder anew: other files, names or dtype, a larger vocabulary")
     again = commands.add_parser("megatron-to-megatron", help="write a Megatron checkpoint anew, without Hugging Face in the middle")
+    for command in (there, hf):
+        command.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder or hub-cache snapshot")
+    for command in (back, hf):
+        command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
+        command.add_argument("--force", action="store_true", help="replace --out if it holds a Hugging Face checkpoint")
     for command in (back, again):
         command.add_argument("--ckpt", required=True, metavar="CKPT", help="checkpoint root (its tracker file says which) or one iteration")
         command.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model (required)")
     for command in (there, again):
         command.add_argument("--keys", choices=KEYS, default="auto", help="layers stacked in one tensor or each under its own key "
                              "(default: as Megatron-core saves this model)")
-    for command in (there, back, again):
+    for command in (there, back, again, hf):
         command.add_argument("--out", required=True, metavar="OUT", help="new or empty folder")
         command.add_argument("--dtype", choices=DTYPES, help="cast every tensor once (default: as in the source)")
+        command.add_argument("--vocab-size", type=int, metavar="N", help="grow the vocabulary to N rows; new ones are the mean of the old")
         command.add_argument("--workers", type=int, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})")
         command.add_argument("--certificate-hash", choices=HASHES, default=HASHES[0], help=f"default: {HASHES[0]}")
         command.add_argument("--dry-run", action="store_true", help="check everything, print sizes and a time estimate, write nothing")
@@ -58,7 +63,7 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
-    if flags.command != "hf-to-megatron" and flags.hf_ref is None:
+    if hasattr(flags, "ckpt") and flags.hf_ref is None:
         raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
                          "a Megatron checkpoint holds neither.")
     if flags.workers < 1:
@@ -80,11 +85,12 @@ def _plan(flags):
     from megatron_patch.checkpoint import convert
 
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[flags.dtype]
-    if flags.command == "hf-to-megatron":
-        return convert.hf_to_megatron(flags.hf, flags.out, dtype, stacked=KEYS[flags.keys])
-    if flags.command == "megatron-to-megatron":
-        return convert.megatron_to_megatron(flags.ckpt, flags.hf_ref, flags.out, dtype, stacked=KEYS[flags.keys])
-    return convert.megatron_to_hf(flags.ckpt, flags.hf_ref, flags.out, dtype, max_shard_size=flags.max_shard_size, force=flags.force)
+    source, options = [flags.hf] if hasattr(flags, "hf") else [flags.ckpt, flags.hf_ref], dict(vocab_size=flags.vocab_size)
+    if hasattr(flags, "keys"):
+        options.update(stacked=KEYS[flags.keys])
+    else:
+        options.update(max_shard_size=flags.max_shard_size, force=flags.force)
+    return getattr(convert, flags.command.replace("-", "_"))(*source, flags.out, dtype, **options)
 
 
 def _run(planned, flags):

@@ -23,8 +23,8 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
     made = certificate.read(path)
     source, target = source or made["source"]["path"], target or Path(path).resolve().parent
     hf_ref = hf_ref or made["source"].get("hf_ref") or source
-    one, config = _open(made["source"]["format"], source, hf_ref)
-    other, _ = _open(made["target"]["format"], target, hf_ref, config)
+    one, config = _open(made["source"]["format"], source, hf_ref, made["vocab_size"])
+    other, _ = _open(made["target"]["format"], target, hf_ref, made["vocab_size"])
     checks, done = _Checks(made), 0
     total = sum(math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for line in made[MEGATRON].values())
     for place in plan(config.family, config):
@@ -45,18 +45,15 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
                 tensors={side: len(names) for side, names in checks.seen.items()}, source=str(source), target=str(target))
 
 
-def _open(kind, path, hf_ref, config=None):
+def _open(kind, path, hf_ref, vocab_size):
     if kind == opening.HF:
-        return opening.open_hf(path, config)[:2]
-    return opening.open_megatron(path, hf_ref, config)[:2]
+        return opening.open_hf(path, vocab_size=vocab_size)[:2]
+    return opening.open_megatron(path, hf_ref, vocab_size=vocab_size)[:2]
 
 
 def _both(side, place, config) -> tuple[list[Tensor], Tensor]:
     """(Hugging Face tensors, Megatron tensor) of a placement."""
-    if hasattr(side, "parts"):
-        parts = side.parts(place)
-    else:
-        parts = [side.rows(name) for name in place.names]
+    parts = side.parts(place) if hasattr(side, "parts") else [side.rows(name) for name in place.names]
     return parts, place.slot.packing.pack(parts, config)
 
 

@@ -24,7 +24,7 @@ def make(source, config, lines: list[Line], digests: dict, algorithm: str, origi
     sides = {side: {line.name: dict(dtype=dtype_name(line.dtype), shape=list(line.shape), hash=digests[line.key])
                     for line in lines if line.side == side} for side in (HF, MEGATRON)}
     return dict(
-        certificate=VERSION, hash=algorithm, family=config.family.name, source=origin, target=target,
+        certificate=VERSION, hash=algorithm, family=config.family.name, vocab_size=config.vocab_size, source=origin, target=target,
         counts={side: dict(tensors=len(found), values=sum(math.prod(line["shape"]) for line in found.values()))
                 for side, found in sides.items()},
         dtype_changes=casts(source, lines), tied=_tied(config), left_out=source.left_out(), versions=_versions(), **sides)
@@ -49,7 +49,8 @@ def read(path) -> dict:
         raise ValueError(f"{path} cannot be read as a certificate ({error}); expected a {NAME} written by a conversion.") from None
     if not isinstance(found, dict) or found.get("certificate") != VERSION:
         raise ValueError(f"{path} is no certificate of version {VERSION}; expected a {NAME} written by a conversion.")
-    if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found.get("left_out"), list):
+    if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found.get("left_out"), list) \
+            or not isinstance(found.get("vocab_size"), int):
         raise ValueError(f"{path} does not say what was converted into what; the certificate is damaged.")
     for side in (HF, MEGATRON):
         if not isinstance(found.get(side), dict) or not all(_is_line(line) for line in found[side].values()):

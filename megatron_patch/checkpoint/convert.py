@@ -81,38 +81,52 @@ class Conversion:
                     left_out=self.source.left_out(), estimated_seconds=_estimate(self))
 
 
-def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None) -> Conversion:
+def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None,
+                   vocab_size: int | None = None) -> Conversion:
     """Of the HF folder ``hf`` into ``out``/release, a torch_dist checkpoint. ``dtype`` None keeps what is on disk; ``stacked``:
-    layers as an axis of one tensor or each under its own key, None as core saves this model. Raises ValueError for anything
-    that does not fit.
+    layers as an axis of one tensor or each under its own key, None as core saves this model; ``vocab_size``: grown to. Raises
+    ValueError for anything that does not fit.
     """
     config, out = load_config(hf), output.place(out, hf=hf)
     torch_dist_write.check_target(out)
-    return _to_torch_dist("hf-to-megatron", *opening.open_hf(hf, config), out, dtype, stacked)
+    return _to_torch_dist("hf-to-megatron", *opening.open_hf(hf, config, vocab_size), out, dtype, stacked)
 
 
-def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None) -> Conversion:
+def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
+             vocab_size: int | None = None) -> Conversion:
+    """Of the HF folder ``hf``, in whatever files and names, into the HF folder ``out`` as save_pretrained writes it."""
+    config, out = load_config(hf), output.place(out, hf=hf)
+    return _to_hf("hf-to-hf", *opening.open_hf(hf, config, vocab_size), hf, out, dtype, max_shard_size, force)
+
+
+def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None,
+                         vocab_size: int | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` (its root or one iteration) into ``out``/release; ``hf_ref``, of which config.json is
     enough, says what model it is."""
-    source, config, origin = opening.open_megatron(ckpt, hf_ref)
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)
     torch_dist_write.check_target(out)
     return _to_torch_dist("megatron-to-megatron", source, config, origin, out, dtype, stacked)
 
 
-def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False) -> Conversion:
+def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
+                   vocab_size: int | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` into the HF folder ``out``.
 
     Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
     """
-    source, config, origin = opening.open_megatron(ckpt, hf_ref)
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
+    return _to_hf("megatron-to-hf", source, config, origin, hf_ref, out, dtype, max_shard_size, force)
+
+
+def _to_hf(direction, source, config, origin, hf_ref, out, dtype, max_shard_size, force) -> Conversion:
     dtypes = {name: source.dtype(name) if place.slot.buffer else dtype or source.dtype(name)
               for place in plan(config.family, config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
     target = HfTarget(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force)
     lines = ledger.lines(source, config, dtypes.get, lambda place: source.dtype(place.names[0]))
-    return Conversion("megatron-to-hf", source, config, origin, dict(format=opening.HF), out, target.files(), lines, target.complete,
+    return Conversion(direction, source, config, origin, dict(format=opening.HF), out, target.files(), lines, target.complete,
                       replace=target.replace)
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from megatron_patch.checkpoint import tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
+from megatron_patch.checkpoint.grown import GrownVocab
+from megatron_patch.checkpoint.plan import plan
 from megatron_patch.checkpoint.torch_dist_read import TorchDist
 from megatron_patch.checkpoint.torch_dist_source import TorchDistSource
 from megatron_patch.translate import load_config
@@ -11,15 +13,30 @@ from megatron_patch.translate import load_config
 HF, TORCH_DIST = "hf", "torch_dist"
 
 
-def open_hf(folder, config=None):
-    """(source, config, origin) of a Hugging Face folder; ``origin`` is what a certificate says of it."""
+def open_hf(folder, config=None, vocab_size: int | None = None):
+    """(source, config, origin) of a Hugging Face folder; ``origin`` is what a certificate says of it. ``vocab_size``: grown to."""
     config = config or load_config(folder)
-    return Source(HfFolder(folder), config.family, config).check(), config, dict(format=HF, path=str(Path(folder).resolve()))
+    source = Source(HfFolder(folder), config.family, config).check()
+    return *_grown(source, config, vocab_size), dict(format=HF, path=str(Path(folder).resolve()))
 
 
-def open_megatron(ckpt, hf_ref, config=None):
+def open_megatron(ckpt, hf_ref, config=None, vocab_size: int | None = None):
     """(source, config, origin) of a Megatron checkpoint, its root or one iteration. ``hf_ref``: the Hugging Face folder whose
-    config.json says what model it is. Raises ValueError where the two do not fit."""
+    config.json says what model it is; ``vocab_size``: instead of its own. Raises ValueError where the two do not fit."""
     folder, config = tracker.find(ckpt), config or load_config(hf_ref)
-    source = TorchDistSource(TorchDist(folder), config).check()
-    return source, config, dict(format=TORCH_DIST, path=str(folder.resolve()), hf_ref=str(Path(hf_ref).resolve()))
+    disk = TorchDist(folder)
+    if vocab_size and getattr(disk.common().get("args"), "vocab_size", None) == vocab_size:
+        config = config.replace(vocab_size=vocab_size)  # it has been grown before
+    source = TorchDistSource(disk, config).check()
+    origin = dict(format=TORCH_DIST, path=str(folder.resolve()), hf_ref=str(Path(hf_ref).resolve()))
+    return *_grown(source, config, vocab_size), origin
+
+
+def _grown(source, config, vocab_size):
+    if vocab_size is None or vocab_size == config.vocab_size:
+        return source, config
+    if vocab_size < config.vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size} is less than the {config.vocab_size} of config.json; a vocabulary is only grown.")
+    grown = config.replace(vocab_size=vocab_size)
+    names = [name for place in plan(grown.family, grown) if place.slot.vocab for name in place.names]
+    return GrownVocab(source, names, vocab_size), grown

@@ -10,7 +10,7 @@ import torch
 
 from megatron_patch.checkpoint import convert, copying, engine, output, units
 from tests.checkpoint import small
-from tests.checkpoint.test_kill import killed_at
+from tests.checkpoint.test_kill import killed_at, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -67,12 +67,13 @@ def units_of(planned):
     return len(units.cut(planned.files, planned.lines))
 
 
-@pytest.mark.parametrize("moment", [40, 80, 120])
-def test_a_killed_run_goes_on(folder, tmp_path, counted, moment):
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_a_killed_run_goes_on(folder, tmp_path, counted, share):
     """After kill -9 the same command does only what is left, and the output is that of an uninterrupted run."""
     convert.hf_to_megatron(folder, tmp_path / "whole").run()
     total, counted.done = units_of(convert.hf_to_megatron(folder, tmp_path / "m")), 0
-    assert killed_at(moment, lambda: convert.hf_to_megatron(folder, tmp_path / "m").run())
+    steps = steps_of(lambda name: convert.hf_to_megatron(folder, tmp_path / name).run())
+    assert killed_at(int(share * steps), lambda: convert.hf_to_megatron(folder, tmp_path / "m").run())
     assert not (tmp_path / "m").exists() and (tmp_path / ".m.partial").exists()
     convert.hf_to_megatron(folder, tmp_path / "m").run()
     assert counted.done < total - 4
