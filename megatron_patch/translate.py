@@ -18,6 +18,7 @@ PARALLEL = dict(
     context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None, sequence_parallel=False,
     num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None, pipeline_model_parallel_layout=None,
     account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False)
+MOST_PARAMETERS = 10**6  # layers x experts: far beyond any model, so a damaged config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -113,6 +114,8 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
     if raw.get("quantization_config"):
         method = dict(raw["quantization_config"]).get("quant_method", "?")
         raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
+    if not isinstance(raw.get("model_type"), str | None):
+        raise ValueError(f"{where}: model_type is {raw['model_type']!r}; expected a name.")
     family = registry.find(raw.get("model_type"))
     try:
         hf = hf_object(family.modern(dict(raw)), where)
@@ -144,6 +147,10 @@ def _check_sizes(fields, hf, names, where):
     bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}
     if bad:
         raise ValueError(f"{where}: expected positive integers, found {bad}")
+    parameters = fields["num_layers"] * (fields.get("num_moe_experts") or 1)
+    if not parameters <= MOST_PARAMETERS:
+        raise ValueError(f"{where}: {fields['num_layers']} layers of {fields.get('num_moe_experts') or 1} experts are no model's; check "
+                         f"the number of layers and experts.")
     if not fields["layernorm_epsilon"] > 0:
         raise ValueError(f"{where}: the norms' eps must be positive, found {fields['layernorm_epsilon']!r}.")
     if fields["num_attention_heads"] % fields["num_query_groups"]:

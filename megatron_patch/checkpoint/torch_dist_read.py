@@ -37,16 +37,28 @@ class TorchDist:
     def __init__(self, folder):
         self.folder = Path(folder)
         _check_format(self.folder)
-        meta = _load_metadata(self.folder / ".metadata")
-        self._pieces = _pieces(meta)
-        self.tensors, self.objects, self._sizes = {}, set(), {}
-        for key, entry in meta.state_dict_metadata.items():
-            if not hasattr(entry, "chunks"):
-                self.objects.add(key)
-                continue
-            self.tensors[key] = (_dtype(entry.properties), tuple(entry.size))
-            self._sizes[key] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
+        self.tensors, self.objects = {}, set()
+        try:
+            meta = _load_metadata(self.folder / ".metadata")
+            self._pieces = _pieces(meta)
+            for key, entry in meta.state_dict_metadata.items():
+                self._entry(key, entry)
+        except Exception as error:  # a damaged pickle may hold anything anywhere
+            raise ValueError(f"{self.folder / '.metadata'} cannot be read ({type(error).__name__}: {error}); the checkpoint is "
+                             f"incomplete or damaged.") from None
         self._files, self._where, self._slabs = {}, {}, {}
+
+    def _entry(self, key, entry):
+        if not hasattr(entry, "chunks"):
+            self.objects.add(key)
+            return
+        self.tensors[key] = (_dtype(entry.properties), _whole(entry.size))
+        sizes = {_whole(c.offsets): _whole(c.sizes) for c in entry.chunks}
+        if any(len(part) != len(self.tensors[key][1]) for pair in sizes.items() for part in pair):
+            raise ValueError(f"'{key}' has parts of another rank")
+        if any(first + count > n for at, size in sizes.items() for first, count, n in zip(at, size, self.tensors[key][1])):
+            raise ValueError(f"'{key}' has parts beyond its shape")
+        self._pieces[key] = [piece._replace(size=sizes[piece.offset]) for piece in self._pieces[key]]
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors[key][1]
@@ -86,7 +98,6 @@ class TorchDist:
         if (key, len(lead)) not in self._slabs:
             index = self._slabs[key, len(lead)] = defaultdict(list)
             for piece in self._pieces[key]:
-                piece = piece._replace(size=self._sizes[key][piece.offset])
                 for at in _indices(piece.offset[: len(lead)], piece.size[: len(lead)]):
                     index[at].append(piece)
         return self._slabs[key, len(lead)].get(tuple(lead), ())
@@ -127,11 +138,18 @@ class TorchDist:
         total = math.prod(piece.size) * dtype.itemsize
         base, nbytes = self._locate(piece)
         if nbytes != total:  # a view of a larger storage: let torch work it out
-            return torch.load(io.BytesIO(self._blob(piece)), map_location="cpu", weights_only=True).reshape(-1)[first : first + count]
+            return self._view(piece, dtype).reshape(-1)[first : first + count]
         out = torch.empty(count, dtype=dtype)
         view = memoryview(out.view(torch.uint8).numpy()).cast("B") if count else memoryview(b"")
         read_exactly(self._open(piece.file), view, base + first * dtype.itemsize, self.folder / piece.file)
         return out
+
+    def _view(self, piece, dtype) -> Tensor:
+        found = load_weights_only(io.BytesIO(self._blob(piece)), str(self.folder / piece.file))
+        if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (piece.size, dtype):
+            raise ValueError(f"{self.folder / piece.file}: byte {piece.start} holds no tensor {list(piece.size)} of {dtype}, as .metadata "
+                             f"says; the checkpoint is damaged.")
+        return found
 
     def _locate(self, piece):
         where = (piece.file, piece.start)
@@ -190,29 +208,40 @@ def _check_format(folder):
 
 
 def _load_metadata(path):
-    try:
-        with path.open("rb") as file:
-            meta = InertUnpickler(file).load()
-        if not isinstance(meta.storage_data, dict) or not isinstance(meta.state_dict_metadata, dict):
-            raise ValueError("no table of tensors in it")
-        return meta
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); the checkpoint is incomplete.") from None
+    with path.open("rb") as file:
+        meta = InertUnpickler(file).load()
+    if not isinstance(meta.storage_data, dict) or not isinstance(meta.state_dict_metadata, dict):
+        raise ValueError("no table of tensors in it")
+    return meta
 
 
 def _pieces(meta):
-    """key -> [Piece]; sizes are filled in from the tensor's own entry later."""
+    """key -> [Piece]; a tensor's entry fills in the sizes."""
     out = defaultdict(list)
     for index, info in meta.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"'{index.fqn}' is stored compressed ({info.transform_descriptors}); save without stream transforms.")
-        out[index.fqn].append(Piece(tuple(getattr(index, "offset", None) or ()), (), info.relative_path, info.offset, info.length))
+        start, length = _whole((info.offset, info.length))
+        if not isinstance(index.fqn, str) or not isinstance(info.relative_path, str):
+            raise ValueError("a name is no text")
+        out[index.fqn].append(Piece(_whole(getattr(index, "offset", None) or ()), (), info.relative_path, start, length))
     return out
+
+
+def _whole(numbers) -> tuple[int, ...]:
+    """``numbers`` as a tuple. Raises ValueError unless they are sizes."""
+    numbers = tuple(numbers)
+    if not all(isinstance(n, int) and 0 <= n < 2**62 for n in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    return numbers
 
 
 def _dtype(properties) -> torch.dtype:
     state = getattr(properties, "state", None)
-    return state[0] if state is not None else properties.dtype
+    found = state[0] if state is not None else properties.dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{found!r} is no dtype")
+    return found
 
 
 def _indices(offset, size):

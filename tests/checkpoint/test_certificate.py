@@ -109,7 +109,8 @@ def edit(path, change):
 UP = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
 DAMAGE = {
     "a bit of the source": (lambda hf, out: flip(hf / "model.safetensors", body(hf, UP)), f"'{UP}': the source gives other values"),
-    "a bit of the target": (lambda hf, out: flip(out / "release" / "__0_0.distcp", found(hf, out)), "linear_fc1.weight': the target holds other"),
+    "a bit of the target": (lambda hf, out: flip(out / "release" / "__0_0.distcp", found(hf, out)),
+                            "linear_fc1.weight': the target holds other"),
     "a line is missing": (lambda hf, out: edit(out / "conversion.json", lambda f: f["hf"].pop(UP)), f"'{UP}' is not in the certificate"),
     "a line too many": (lambda hf, out: edit(out / "conversion.json", lambda f: f["megatron"].update(x=f["megatron"].pop(
         "output_layer.weight"))), "'x' is in the certificate, the model has no such tensor"),
