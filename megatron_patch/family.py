@@ -90,6 +90,8 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     extra_layers: bool = False  # checkpoints may hold layers beyond the last: multi-token prediction, which Transformers leaves out
     extra_prefixes: tuple[str, ...] = ()  # names of such layers where they are not numbered with the others
+    composites: tuple[str, ...] = ()  # model_types whose config.json holds this model's under text_config, beside other parts
+    other_parts: tuple[str, ...] = ()  # names of the tensors of those parts, which are left out
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
     rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'

@@ -114,6 +114,7 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         method = dict(raw["quantization_config"]).get("quant_method", "?")
         raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
     family = registry.find(raw.get("model_type"))
+    raw = text_part(raw, family, where)
     try:
         hf = hf_object(family.modern(dict(raw)), where)
         family = family.variant(hf)
@@ -132,6 +133,18 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         family=family, hf=dict(raw), fields=fields, vocab_size=_size(hf, names, "vocab_size"), rope=rope,
         tied=bool(getattr(hf, "tie_word_embeddings", family.tied)), dtype=_dtype(raw), position_embedding_type=positions,
         max_position_embeddings=_size(hf, names, "max_position_embeddings") or 2048)
+
+
+def text_part(raw: Mapping, family: Family, where: str) -> Mapping:
+    """What config.json of the text model alone would say, of a model that has other parts too; else ``raw``."""
+    if raw.get("model_type") not in family.composites:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{where}: model_type '{raw['model_type']}' needs an object under 'text_config', found {text!r}; for a model of "
+                         f"text alone write model_type '{family.model_types[0]}'.")
+    shared = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version") if key in raw}
+    return {**shared, **text, "model_type": family.model_types[0], "architectures": list(family.architectures)}
 
 
 def _size(hf, names, name) -> int:
