@@ -106,7 +106,8 @@ CASES = {
 }
 FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
          "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral")  # of upstream's own layers; in more layouts
-AROUND_ZERO = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # norm weights for which scales near 2 would make rounding errors grow beyond 1e-4
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+AROUND_ZERO = DELTA_NETS  # norm weights for which scales near 2 would make rounding errors grow beyond 1e-4
 PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
 IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
 REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
