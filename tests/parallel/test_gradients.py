@@ -71,7 +71,8 @@ def test_delta_nets_on_two_ranks(zoo, tmp_path):
     delta net is summed over both ranks. Mutant: HeadNorm without SumGradient."""
     layouts = ["pp2vpp2", "cp2"] if delta_nets_cut_sequences() else ["pp2vpp2"]
     check(run_ranks(2, TARGET, {case: zoo[case] for case in DELTA_NETS}, layouts, str(tmp_path), timeout=600)[0])
-    dense = {"qwen3_next": tiny.save_with_answers("qwen3_next", tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3]), "qwen3_5": zoo["qwen3_5"]}
+    dense = {"qwen3_next": tiny.save_with_answers("qwen3_next", tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3])}
+    dense["qwen3_5"] = zoo["qwen3_5"]
     check(run_ranks(2, TARGET, dense, ["tp2", "tp2sp"], str(tmp_path / "out"), timeout=600)[0])
 
 
