@@ -33,8 +33,7 @@ class Field:
         found = getattr(hf, self.hf, None)
         if found is None:
             if self.default is REQUIRED:
-                raise ValueError(f"config.json of model_type '{getattr(hf, 'model_type', '?')}' has no value for '{self.hf}'; "
-                                 f"this family needs it. Add the key to config.json.")
+                raise ValueError(lacks(hf, self.hf))
             return self.default(hf) if callable(self.default) else self.default
         return self.to_mcore(found, hf)
 
@@ -44,6 +43,12 @@ class Field:
             return {}
         out = self.to_hf(value, config) if self.with_config else self.to_hf(value)
         return out if isinstance(out, dict) else {self.hf: out}
+
+
+def lacks(hf, key: str) -> str:
+    """The message for a config.json without a ``key`` that its family needs."""
+    return (f"config.json of model_type '{getattr(hf, 'model_type', '?')}' has no value for '{key}'; this family needs it. "
+            f"Add the key to config.json.")
 
 
 def fixed(value) -> Field:
