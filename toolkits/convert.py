@@ -16,8 +16,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.convert", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.convert", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(dest="command", required=True, metavar="{hf-to-megatron,megatron-to-hf}")
     there = commands.add_parser("hf-to-megatron", help="write CKPT/release and CKPT/latest_checkpointed_iteration.txt")
     there.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder or hub-cache snapshot")

@@ -60,8 +60,8 @@ SIZES = (1, 2, 4, 8)
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.families", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.families", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--write", metavar="PAGE", type=Path, help="replace the table of this Markdown page")
     made.add_argument("--json", metavar="FILE", type=Path, help="also write the rows to FILE as JSON")
     return made

@@ -145,7 +145,7 @@ class Source:
     def _why(self, place) -> str:
         if place.key == "head":
             return ": config.json says tie_word_embeddings=false, so the output layer must be there"
-        if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and place.layer is not None:
+        if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and "mlp" in place.slot.local:
             kind = "sparse" if self.config.moe_layer_freq[place.layer] else "dense"
             return f": layer {place.layer} is {kind} by moe_layer_freq; check {self.family.config['moe_layer_freq'].hf} in config.json"
         return ""
