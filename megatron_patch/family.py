@@ -33,8 +33,7 @@ class Field:
         found = getattr(hf, self.hf, None)
         if found is None:
             if self.default is REQUIRED:
-                raise ValueError(f"config.json of model_type '{getattr(hf, 'model_type', '?')}' has no value for '{self.hf}'; "
-                                 f"this family needs it. Add the key to config.json.")
+                raise ValueError(lacks(hf, self.hf))
             return self.default(hf) if callable(self.default) else self.default
         return self.to_mcore(found, hf)
 
@@ -44,6 +43,12 @@ class Field:
             return {}
         out = self.to_hf(value, config) if self.with_config else self.to_hf(value)
         return out if isinstance(out, dict) else {self.hf: out}
+
+
+def lacks(hf, key: str) -> str:
+    """The message for a config.json without a ``key`` that its family needs."""
+    return (f"config.json of model_type '{getattr(hf, 'model_type', '?')}' has no value for '{key}'; this family needs it. "
+            f"Add the key to config.json.")
 
 
 def fixed(value) -> Field:
@@ -90,6 +95,8 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     extra_layers: bool = False  # checkpoints may hold layers beyond the last: multi-token prediction, which Transformers leaves out
     extra_prefixes: tuple[str, ...] = ()  # names of such layers where they are not numbered with the others
+    composites: tuple[str, ...] = ()  # model_types whose config.json holds this model's under text_config, beside other parts
+    other_parts: tuple[str, ...] = ()  # names of the tensors of those parts, which are left out
     tied: bool = False  # what a config.json that does not say means
     modern: Callable[[dict], dict] = dict  # config.json as Transformers' class wants it today
     rope_keys: Callable[[Any], dict] | None = None  # config.json keys of a Rope, where they are not Transformers'

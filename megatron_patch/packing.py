@@ -153,6 +153,17 @@ def _delta_conv_order(config, part_rows, rank, size):
     return [Run(0, rank * q, q), Run(0, heads * key + rank * q, q), Run(0, first + rank * v, v)]
 
 
+def _delta_apart_split(config, rows):
+    heads, key, values, value = _delta_sizes(config)
+    return [heads * (2 * key + value), heads * value, heads * values, heads * values]
+
+
+def _delta_apart_order(config, part_rows, rank, size):
+    """Part 0 is [q; k; v], each of all heads, then come z, b and a; each rank holds what DELTA_IN gives it."""
+    rest = [Run(part, rank * rows // size, rows // size) for part, rows in enumerate(part_rows) if part]
+    return _delta_conv_order(config, part_rows, rank, size) + rest
+
+
 def flat(packing: Packing, held: Sequence[int] = ()) -> Packing:
     """``packing`` for checkpoints that hold its parts one after the other in one tensor, in the order ``held`` if that is another."""
     held = held or range(packing.parts)
@@ -171,4 +182,5 @@ GLU = Packing(2, lambda config, rows: [rows // 2] * 2, _glu_order, apart=True)
 FLAT_QKV, FLAT_GLU, FLAT_UP_GATE = flat(QKV), flat(GLU), flat(GLU, (1, 0))
 GATED_QKV = Packing(3, _gated_qkv_split, _gated_qkv_order)
 DELTA_IN = Packing(2, _delta_in_split, _delta_in_order, names=("query", "key", "value", "z", "beta", "alpha"))
+DELTA_APART = Packing(4, _delta_apart_split, _delta_apart_order, names=DELTA_IN.names)
 DELTA_CONV = Packing(1, lambda config, rows: [rows], _delta_conv_order, names=("query", "key", "value"))

@@ -5,8 +5,11 @@ stopped early as --exit-* asked; 1: an error, on one line. A torchrun that gets 
 ranks say: after --exit-signal-handler look at the tracker file, which names the last checkpoint.
 """
 
+import contextlib
+import json
 import os
 import sys
+import time
 
 from megatron_patch import notices
 
@@ -18,7 +21,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = start(argv)
     except (ValueError, OSError) as error:
-        print(f"{_who()}error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        line = f"{_who()}error: {' '.join(str(error).split())}"
+        print(line, file=sys.stderr, flush=True)
+        _tell_torchrun(line)
         code = 1
     sys.stdout.flush()
     sys.exit(code)
@@ -46,6 +51,15 @@ def start(argv: list[str]) -> int:
     from megatron_patch.training.run import run
 
     return run(settings)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Leave ``line`` where torchrun looks for the last lines of its report, in place of a hint how to get a traceback.
+    Source: torch/distributed/elastic/multiprocessing/errors, ProcessFailure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}}, file)
 
 
 def _who() -> str:

@@ -27,7 +27,7 @@ def model_types() -> dict[str, Family]:
     found: dict[str, Family] = {}
     variants = [variant.name for family in families().values() for _, variant in family.variants]
     for family in families().values():
-        for name in family.model_types if family.name not in variants else ():
+        for name in (*family.model_types, *family.composites) if family.name not in variants else ():
             if found.setdefault(name, family) is not family:
                 raise ValueError(f"model_type '{name}' is claimed by families '{found[name].name}' and '{family.name}'")
     return found

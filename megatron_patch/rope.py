@@ -121,7 +121,8 @@ def _read(hf, found: Mapping) -> Rope:
     if kind not in SUPPORTED:
         raise ValueError(f"rope type '{kind}' is not supported; supported: {', '.join(SUPPORTED)}. It is never ignored, "
                          f"because positions beyond the first would silently be wrong.")
-    scaling = {k: v for k, v in params.items() if v is not None} if kind != "default" else {}
+    scaling = {k: v for k, v in params.items() if v is not None and not k.startswith("mrope_")}  # of text all sections turn alike
+    scaling = scaling if kind != "default" else {}
     return Rope(kind, float(theta), float(percent), scaling)
 
 

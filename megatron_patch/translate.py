@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_patch import registry
-from megatron_patch.family import Family
+from megatron_patch.family import Family, lacks
 from megatron_patch.rope import Rope, read_rope
 
 PARALLEL = dict(
@@ -94,9 +94,10 @@ def hf_object(raw: Mapping, where: str):
     except (KeyError, ValueError) as error:
         if "Unrecognized model identifier" in str(error):
             return SimpleNamespace(model_type=kind, **raw)
-        raise ValueError(f"{where} cannot be read: {error}") from None
+        raise ValueError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     except Exception as error:
-        raise ValueError(f"{where} cannot be read by Transformers: {type(error).__name__}: {error}") from None
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{where} cannot be read by Transformers: {what}") from None
 
 
 def load_config(hf_dir, **overrides) -> ModelConfig:
@@ -117,16 +118,19 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
     if not isinstance(raw.get("model_type"), str | None):
         raise ValueError(f"{where}: model_type is {raw['model_type']!r}; expected a name.")
     family = registry.find(raw.get("model_type"))
+    raw = text_part(raw, family, where)
     try:
         hf = hf_object(family.modern(dict(raw)), where)
         family = family.variant(hf)
         fields = family.read(hf)
-        _check_sizes(fields, hf, family.names, where)
+        _check_sizes(fields, hf, family, where)
         names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
         rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
         # Numbers that make no table are found here, not at the first forward pass.
         rope.table(fields["kv_channels"], _size(hf, names, "max_position_embeddings") or 2048)
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        if isinstance(getattr(error, "obj", None), SimpleNamespace):  # the keys of a config.json for which Transformers has no class
+            raise ValueError(lacks(error.obj, error.name)) from None
         raise ValueError(f"{where}: a value has the wrong type or size, or is missing: {type(error).__name__}: {error}") from None
     if rope.percent != 1.0 and not family.partial_rotary:
         raise ValueError(f"{where}: partial_rotary_factor {rope.percent} does not go with model_type '{family.model_types[0]}', which "
@@ -137,14 +141,32 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         max_position_embeddings=_size(hf, names, "max_position_embeddings") or 2048)
 
 
+def text_part(raw: Mapping, family: Family, where: str) -> Mapping:
+    """What config.json of the text model alone would say, of a model that has other parts too; else ``raw``."""
+    if raw.get("model_type") not in family.composites:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{where}: model_type '{raw['model_type']}' needs an object under 'text_config', found {text!r}; for a model of "
+                         f"text alone write model_type '{family.model_types[0]}'.")
+    shared = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version") if key in raw}
+    return {**shared, **text, "model_type": family.model_types[0], "architectures": list(family.architectures)}
+
+
 def _size(hf, names, name) -> int:
     return int(getattr(hf, names.get(name, name), 0) or 0)
 
 
-def _check_sizes(fields, hf, names, where):
-    sizes = {k: fields.get(k) for k in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-                                        "kv_channels")} | {"vocab_size": getattr(hf, names.get("vocab_size", "vocab_size"), None)}
-    bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}
+def _check_sizes(fields, hf, family, where):
+    vocabulary = family.names.get("vocab_size", "vocab_size")
+    if getattr(hf, vocabulary, None) is None:
+        raise ValueError(lacks(hf, vocabulary))
+    sizes = [(family.config[k].hf or k, fields.get(k)) for k in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+                                                                 "num_query_groups", "kv_channels")]
+    bad = {}
+    for key, v in [*sizes, (vocabulary, getattr(hf, vocabulary))]:
+        if not isinstance(v, int) or isinstance(v, bool) or v < 1:
+            bad.setdefault(key, v)
     if bad:
         raise ValueError(f"{where}: expected positive integers, found {bad}")
     parameters = fields["num_layers"] * (fields.get("num_moe_experts") or 1)

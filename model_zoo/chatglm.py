@@ -32,6 +32,12 @@ def prefix(rotary: int, freezes: bool) -> dict:
         residual_alpha=Field("num_layers", lambda n, hf: (2 * n) ** 0.5, lambda _: {}))
 
 
+def second_release(hf) -> None:
+    if hf.model_type == "chatglm" and hf.vocab_size == 150528:
+        raise ValueError("vocab_size=150528 is that of the first release of ChatGLM-6B, with tokens for images and positions that go on "
+                         "after a [gMASK], which is not supported; download the later one, of 130528 tokens.")
+
+
 CHATGLM = Family(
     "chatglm", ("chatglm",), ("ChatGLMModel",), positions="none", names=dict(max_position_embeddings="max_sequence_length"),
     config={**bloom.CONFIG, **bloom.heads("num_attention_heads"), **prefix(2, True), "num_layers": Field("num_layers"),
@@ -42,7 +48,7 @@ CHATGLM = Family(
         **bloom.with_biases(final_norm=T + "final_layernorm.", attn_norm=P + "input_layernorm.", qkv=P + "attention.query_key_value.",
                             attn_out=P + "attention.dense.", mlp_norm=P + "post_attention_layernorm.", mlp_in=P + "mlp.dense_h_to_4h.",
                             mlp_out=P + "mlp.dense_4h_to_h.")),
-    packings=bloom.PLAIN_GPT, ignored=("rotary_emb.inv_freq",), checks=(must_be("position_encoding_2d", True),))
+    packings=bloom.PLAIN_GPT, ignored=("rotary_emb.inv_freq",), checks=(must_be("position_encoding_2d", True), second_release))
 
 GLM_130B = CHATGLM.extend(
     "glm_130b", model_types=("glm130b",), architectures=("GLM130B",), tied=True,
@@ -73,7 +79,7 @@ def rope_keys(rope) -> dict:
 
 def is_first(hf) -> bool:
     """ChatGLM-6B: its successors have the same model_type and other keys."""
-    return hasattr(hf, "inner_hidden_size")
+    return any(hasattr(hf, key) for key in ("inner_hidden_size", "position_encoding_2d", "max_sequence_length"))
 
 
 CHATGLM2 = Family(

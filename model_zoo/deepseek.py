@@ -65,6 +65,12 @@ def interleaved(hf) -> None:
         raise ValueError("rope_interleave=false is not supported: Megatron-core's multi-latent attention rotates pairs of neighbours.")
 
 
+def truncated(hf) -> None:
+    if (getattr(hf, "rope_parameters", None) or {}).get("truncate") is False:
+        raise ValueError("truncate=false of the yarn rope is not supported: Megatron-core's multi-latent attention rounds the bounds "
+                         "between which frequencies are mixed; remove it only if the model was trained without it.")
+
+
 def known_method(hf) -> None:
     if hf.topk_method not in BEST:
         raise ValueError(f"topk_method={hf.topk_method!r} is not supported by model_type '{hf.model_type}'; expected one of {list(BEST)}.")
@@ -97,7 +103,7 @@ LATENT_WEIGHTS = dict(
     kv_down=(A + "kv_a_proj_with_mqa.weight",), kv_down_norm=(A + "kv_a_layernorm.weight",), kv_up=(A + "kv_b_proj.weight",))
 
 LATENT_DROP = (*BIASES, "attn_norm", "qkv", "mlp_norm")
-LATENT_CHECKS = (own_keys, enough_experts, must_be("attention_bias", False), must_be("moe_layer_freq", 1))
+LATENT_CHECKS = (own_keys, truncated, enough_experts, must_be("attention_bias", False), must_be("moe_layer_freq", 1))
 
 DEEPSEEK_V2 = LLAMA.extend(
     "deepseek_v2", model_types=("deepseek_v2",), architectures=("DeepseekV2ForCausalLM",),

@@ -23,18 +23,19 @@ def whole_groups(hf) -> None:
                          f"linear_num_key_heads={hf.linear_num_key_heads}; check both in config.json.")
 
 
-DELTA = {name: Field(name) for name in (
-    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")}
+DELTA = dict(
+    {name: Field(name) for name in ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+                                    "linear_num_value_heads")},
+    experimental_attention_variant=fixed("gated_delta_net"), attention_output_gate=fixed(True),
+    linear_attention_freq=Field("layer_types", lambda _, hf: delta_layers(hf), lambda freq: [KINDS[kind] for kind in freq]),
+    layernorm_zero_centered_gamma=fixed(True), window_size=fixed(None), window_attn_skip_freq=fixed(None))
+DELTA_WEIGHTS = dict(delta_conv=(D + "conv1d.weight",), delta_dt=(D + "dt_bias",), delta_decay=(D + "A_log",),
+                     delta_norm=(D + "norm.weight",), delta_out=(D + "out_proj.weight",))
+DELTA_CHECKS = (whole_groups, must_be("hidden_act", "silu"))
 
 QWEN3_NEXT = QWEN3_MOE.extend(
     "qwen3_next", model_types=("qwen3_next",), architectures=("Qwen3NextForCausalLM",), partial_rotary=True, extra_prefixes=("mtp.",),
-    config=dict(
-        **DELTA, experimental_attention_variant=fixed("gated_delta_net"), attention_output_gate=fixed(True),
-        linear_attention_freq=Field("layer_types", lambda _, hf: delta_layers(hf), lambda freq: [KINDS[kind] for kind in freq]),
-        layernorm_zero_centered_gamma=fixed(True), window_size=fixed(None), window_attn_skip_freq=fixed(None),
-        moe_shared_expert_intermediate_size=Field("shared_expert_intermediate_size"), moe_shared_expert_gate=fixed(True)),
-    weights=dict(
-        {key: QWEN2_MOE.weights[key] for key in ("shared_in", "shared_out", "shared_gate")},
-        delta_in=(D + "in_proj_qkvz.weight", D + "in_proj_ba.weight"), delta_conv=(D + "conv1d.weight",), delta_dt=(D + "dt_bias",),
-        delta_decay=(D + "A_log",), delta_norm=(D + "norm.weight",), delta_out=(D + "out_proj.weight",)),
-    packings=dict(qkv=GATED_QKV), checks=(whole_groups, must_be("hidden_act", "silu")))
+    config=dict(**DELTA, moe_shared_expert_intermediate_size=Field("shared_expert_intermediate_size"), moe_shared_expert_gate=fixed(True)),
+    weights=dict({key: QWEN2_MOE.weights[key] for key in ("shared_in", "shared_out", "shared_gate")}, **DELTA_WEIGHTS,
+                 delta_in=(D + "in_proj_qkvz.weight", D + "in_proj_ba.weight")),
+    packings=dict(qkv=GATED_QKV), checks=DELTA_CHECKS)

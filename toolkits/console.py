@@ -1,16 +1,51 @@
 """What every command shares: --json FILE, --platform NAME, and errors as one line instead of a traceback."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose errors name what is nearest to an unknown flag, command or choice."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        super().error(message + self._unknown_flag() + _nearest_choice(message))
+
+    def _unknown_flag(self) -> str:
+        known = self.flags()
+        unknown = [word.split("=")[0] for word in self.given if word.startswith("--") and word != "--"]
+        unknown = [flag for flag in unknown if not any(name.startswith(flag) for name in known)]
+        return f"; unknown flag {unknown[0]}{_nearest(unknown[0], known)}" if unknown else ""
+
+    def flags(self) -> list[str]:
+        """The names of all flags, those of the given subcommand too."""
+        chosen = [parser for action in self._actions if isinstance(action.choices, dict) for name, parser in action.choices.items()
+                  if name in self.given]
+        return [*self._option_string_actions, *(flag for parser in chosen for flag in parser._option_string_actions)]
+
+
+def _nearest_choice(message) -> str:
+    found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    return _nearest(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
+
+
+def _nearest(name, known) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
 def parser(module, description):
-    """An ArgumentParser for `python -m MODULE` with --json and --platform."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    """A Parser for `python -m MODULE` with --json and --platform."""
+    made = Parser(prog=f"python -m {module}", description=description)
     made.add_argument("--json", metavar="FILE", type=Path, help="also write the result to FILE as JSON")
     made.add_argument("--platform", metavar="NAME", help="cuda, cpu or a registered platform; default: cuda if a device is there")
     return made

@@ -23,8 +23,8 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.convert", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.convert", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     there = commands.add_parser("hf-to-megatron", help="write CKPT/release and CKPT/latest_checkpointed_iteration.txt")
     back = commands.add_parser("megatron-to-hf", help="write what save_pretrained would write")

@@ -24,6 +24,8 @@ RELEASED = {
     "qwen2_moe": ("Qwen1.5: A2.7B 16; Qwen2: 57B-A14B 28/4", "shared expert"),
     "qwen3_moe": ("Qwen3: 30B-A3B 32/4, 235B-A22B 64/4", ""),
     "qwen3_next": ("Qwen3-Next: 80B-A3B 16/2", "gated delta nets; CP from megatron-core 0.18 on"),
+    "qwen3_5": ("Qwen3.5: 0.8B 8/2, 4B 16/4, 9B 16/4, 27B 24/4", "text only, gated delta nets; CP from megatron-core 0.18 on"),
+    "qwen3_5_moe": ("Qwen3.5: 35B-A3B 16/2, 397B-A17B 32/2", "text only, gated delta nets; CP from megatron-core 0.18 on"),
     "baichuan": ("Baichuan: 7B 32; Baichuan2: 7B 32", "Baichuan2: rows of the head normalised"),
     "baichuan_alibi": ("Baichuan: 13B 40; Baichuan2: 13B 40", "ALiBi"),
     "chatglm": ("ChatGLM: 6B 32", "context bidirectional"),
@@ -58,8 +60,8 @@ SIZES = (1, 2, 4, 8)
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.families", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.families", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--write", metavar="PAGE", type=Path, help="replace the table of this Markdown page")
     made.add_argument("--json", metavar="FILE", type=Path, help="also write the rows to FILE as JSON")
     return made
@@ -93,7 +95,7 @@ def row(family) -> dict:
     line, remark = RELEASED.get(family.name, ("", ""))
     series = parse(line)
     names = "; ".join(f"{title}: {', '.join(sizes)}" for title, sizes in series.items())
-    types = ", ".join(f"`{name}`" for name in family.model_types)
+    types = ", ".join(f"`{name}`" for name in (*family.model_types, *family.composites))
     return dict(family=family.name, model_type=f"{types} ({', '.join(family.architectures)})",
                 models=f"{names} ({remark})" if remark else names, tp=tp_sizes(series), layouts=layouts(family), file=declared_in(family))
 

@@ -13,8 +13,8 @@ from toolkits import console
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.flags", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.flags", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", metavar="DIR", help="Hugging Face folder or hub-cache snapshot")
     made.add_argument("--json", metavar="FILE", type=Path, help="also write flags and notes to FILE as JSON")
     made.add_argument("--platform", metavar="NAME", help="cuda, cpu or a registered platform")

@@ -15,8 +15,8 @@ COLUMNS = ("hf", "shape", "native", "te", "disk", "packing", "tp_dim")
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("python -m toolkits.plan", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("python -m toolkits.plan", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", metavar="DIR", help="Hugging Face folder, or the name of a family")
     made.add_argument("--all", action="store_true", help="one row per parameter")
     made.add_argument("--json", metavar="FILE", type=Path, help="also write the table to FILE as JSON")

@@ -20,8 +20,8 @@ from toolkits import console
 
 def parser() -> argparse.ArgumentParser:
     about, _, usage = __doc__.partition("\n")
-    made = argparse.ArgumentParser("toolkits.preprocess_data", description=about, epilog=usage,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = console.Parser("toolkits.preprocess_data", description=about, epilog=usage,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl or .jsonl.gz files, or glob patterns")
     source.add_argument("--merge", nargs="+", metavar="PREFIX", help="join these datasets into one instead")

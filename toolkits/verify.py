@@ -107,12 +107,13 @@ def _check_original(args, config) -> None:
     kind = config.hf["model_type"]
     if kind in CONFIG_MAPPING:
         return
+    if not config.hf.get("auto_map"):
+        raise ValueError(f"{args.hf}/config.json has no auto_map and Transformers no class for model_type '{kind}': there is no original "
+                         f"to compare with. If the model was released with code, download that too; tests/references holds this family "
+                         f"to an original of its own.")
     if not args.trust_remote_code:
         raise ValueError(f"Transformers has no class for model_type '{kind}': its original is the code beside the weights, which is run "
                          f"only with --trust-remote-code.")
-    if not config.hf.get("auto_map"):
-        raise ValueError(f"{args.hf}/config.json has no auto_map and Transformers no class for model_type '{kind}': there is no original "
-                         f"to compare with. tests/references holds this family to one; download the model with its code.")
 
 
 def _rank(args, config) -> int:

@@ -113,6 +113,8 @@ class Source:
         if name.startswith(self._base):
             yield name.removeprefix(self._base)
         yield self._base + name
+        if self.family.composites:
+            yield self._base + "language_model." + name.removeprefix(self._base)
 
     def check(self) -> "Source":
         """Raise ValueError unless every parameter is there, in its shape and a weight's dtype, and every tensor is used or
@@ -120,17 +122,23 @@ class Source:
         problems = self._lacking() + self._misshapen() + self._no_weights() + self._unused() + self._tied_head()
         if problems:
             raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json: " + "; ".join(problems))
-        extra = [name for name in self.reader.names() if self._is_extra(name)]
-        if extra and int(os.environ.get("RANK", 0)) == 0:
-            LOG.warning("%s: %d tensors of layers beyond the %d of config.json (multi-token prediction, '%s' ...) are left out, as in "
-                        "Transformers: they are not trained, and an export has none.", self.reader.where, len(extra),
-                        self.config.num_layers, extra[0])
+        self._tell(self._is_extra, f"layers beyond the {self.config.num_layers} of config.json (multi-token prediction")
+        self._tell(self._is_other_part, "parts that are not the text model (vision")
         return self
 
     def left_out(self) -> list[str]:
         """Tensors of the checkpoint that are no parameters of the model: a tied output layer, buffers, layers beyond the last."""
         used = {at.name for at in self._at.values()}
         return [name for name in self.reader.names() if name not in used]
+
+    def _tell(self, left_out, what) -> None:
+        names = [name for name in self.reader.names() if left_out(name)]
+        if names and int(os.environ.get("RANK", 0)) == 0:
+            LOG.warning("%s: %d tensors of %s, '%s' ...) are left out, as in Transformers: they are not trained, and an export has none.",
+                        self.reader.where, len(names), what, names[0])
+
+    def _is_other_part(self, name) -> bool:
+        return name.startswith(self.family.other_parts)
 
     def _is_extra(self, name) -> bool:
         if name.startswith(self.family.extra_prefixes):
@@ -146,7 +154,7 @@ class Source:
     def _why(self, place) -> str:
         if place.key == "head":
             return ": config.json says tie_word_embeddings=false, so the output layer must be there"
-        if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and place.layer is not None:
+        if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and "mlp" in place.slot.local:
             kind = "sparse" if self.config.moe_layer_freq[place.layer] else "dense"
             return f": layer {place.layer} is {kind} by moe_layer_freq; check {self.family.config['moe_layer_freq'].hf} in config.json"
         return ""
@@ -166,7 +174,8 @@ class Source:
     def _unused(self):
         used = {at.name for at in self._at.values()} | set(self._spare_head())
         lines = [f"holds '{name}' {list(self.reader.shape(name))}, which no parameter of this model takes" for name in self.reader.names()
-                 if name not in used and not name.endswith(tuple(self.family.ignored)) and not self._is_extra(name)]
+                 if name not in used and not name.endswith(tuple(self.family.ignored)) and not self._is_extra(name)
+                 and not self._is_other_part(name)]
         return shorten(lines, "unused")
 
     def _spare_head(self) -> list[str]:

@@ -100,5 +100,5 @@ def _scale_rotated(model, dims: int, factor: float) -> None:
         query, *rest = args
         return torch.cat([query[..., :dims] * factor, query[..., dims:]], -1), *rest
 
-    for layer in model.decoder.layers:
+    for layer in (layer for layer in model.decoder.layers if hasattr(layer.self_attention, "core_attention")):  # not a gated delta net
         layer.self_attention.core_attention.register_forward_pre_hook(scale)

@@ -3,6 +3,7 @@
 Without it the answer comes from inside dist_checkpointing as a missing key or a shape, after the model was half restored.
 """
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -45,6 +46,29 @@ def check_resumable(folder, optimizer):
     if saved == "dp_reshardable":
         _check_buckets(folder, parts)
     return saved
+
+
+def make_state(optimizer):
+    """Before a save: zero moments for parameters that had no update yet. fp16 may skip every step so far for overflow, and core, which
+    then writes no moments, asks for them at the load."""
+    let_sgd_resume(optimizer)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "init_state_fn", None) and getattr(part, "optimizer", None):
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def let_sgd_resume(optimizer):
+    """Before a load core asks each optimizer to make the state that the checkpoint fills. For SGD it has no such function and ends in
+    a TypeError. Source: get_megatron_optimizer's init_state_fn = None, megatron/core/optimizer/__init__.py of 0.16.1 and 0.19.2."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "init_state_fn", True) is None:
+            part.init_state_fn = _zero_momentum
+
+
+def _zero_momentum(optimizer, config=None):
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("momentum") else []:
+            optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
 
 def _check_buckets(folder, parts):

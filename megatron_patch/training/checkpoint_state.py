@@ -93,6 +93,9 @@ def full_state(job, progress, metadata: dict) -> dict:
     state = dict(args=checkpoint_args(job, progress), checkpoint_version=3.0, iteration=progress.iteration,
                  num_floating_point_operations_so_far=0, **model_state(job.chunks, metadata))
     if not job.settings.checkpoint.no_save_optim:
+        from megatron_patch.optim.resume import make_state
+
+        make_state(job.optimizer)
         state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=False, metadata=with_group(metadata))
         state["opt_param_scheduler"] = job.scheduler.state_dict()
     if not job.settings.checkpoint.no_save_rng:

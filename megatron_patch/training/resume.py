@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -124,32 +123,18 @@ def _template(job, found: Found, common: dict, parts: Parts) -> tuple[dict[str, 
     """The sharded state dict to load into, and the metadata it was built with."""
     metadata = dict(common.get("content_metadata") or {})
     if parts.optimizer:
-        from megatron_patch.optim.resume import check_resumable
+        from megatron_patch.optim.resume import check_resumable, let_sgd_resume
 
         sharding = check_resumable(found.path, job.optimizer)
         if sharding != "plain":
             metadata["distrib_optim_sharding_type"] = sharding
     state: dict[str, Any] = model_state(job.chunks, metadata)
     if parts.optimizer:
-        _let_sgd_resume(job.optimizer)
+        let_sgd_resume(job.optimizer)
         state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=True, metadata=with_group(metadata))
     if parts.rng:
         state["rng_state"] = rng_state(job.settings)
     return state, metadata
-
-
-def _let_sgd_resume(optimizer) -> None:
-    """Before a load core asks each optimizer to make the state that the checkpoint fills. For SGD it has no such function and ends in
-    a TypeError. Source: get_megatron_optimizer's init_state_fn = None, megatron/core/optimizer/__init__.py of 0.16.1 and 0.19.2."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "init_state_fn", True) is None:
-            part.init_state_fn = _zero_momentum
-
-
-def _zero_momentum(optimizer, config=None) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"] if group.get("momentum") else []:
-            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def _read(state, found: Found, settings):

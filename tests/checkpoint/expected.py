@@ -98,6 +98,9 @@ def _delta(name, at, hf, tp, rank):
     key = (hf[at + "conv1d.weight"].shape[0] - rows) // 2
     if name == "conv1d.weight":
         return torch.cat([part.chunk(tp)[rank] for part in hf[at + name].split([key, key, rows])])
+    if at + "in_proj_z.weight" in hf:  # Qwen3.5: each of all heads
+        parts = [*hf[at + "in_proj_qkv.weight"].split([key, key, rows]), *(hf[f"{at}in_proj_{name}.weight"] for name in "zba")]
+        return torch.cat([part.chunk(tp)[rank] for part in parts])
     groups = hf[at + "in_proj_qkvz.weight"].unflatten(0, (heads, -1)).split([key // heads] * 2 + [rows // heads] * 2, 1)
     groups += hf[at + "in_proj_ba.weight"].unflatten(0, (heads, -1)).chunk(2, 1)
     return torch.cat([part.flatten(0, 1).chunk(tp)[rank] for part in groups])

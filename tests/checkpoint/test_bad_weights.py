@@ -8,10 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_patch import translate
 from megatron_patch.checkpoint import convert
-from megatron_patch.checkpoint.folder import HfFolder
+from megatron_patch.checkpoint.folder import HfFolder, HfState
+from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.source import Source
 from megatron_patch.checkpoint.torch_dist_read import TorchDist
 from tests.checkpoint import small
+from tests.families import tiny
 
 CSR = "a CSR tensor"
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -48,6 +52,20 @@ def test_overlapping_and_repeated_entries(tmp_path):
         HfFolder(tmp_path)
     raw(path, json.dumps({"a": one, "e": {**one, "shape": [0], "data_offsets": [4, 4]}}), bytes(8))
     assert HfFolder(tmp_path).names() == ["a", "e"]
+
+
+def test_a_missing_tensor_is_explained_by_what_decides_on_it():
+    """Which layers have experts is said of their tensors, and of attention's not."""
+    config = translate.from_hf(json.loads(json.dumps(tiny.raw_config("qwen2_moe"))))
+    weights = {name: torch.zeros(shape) for place in plan(config.family, config)
+               for name, shape in zip(place.names, place.part_shapes(config))}
+    for name, words in (("mlp.gate", True), ("mlp.shared_expert.up_proj", True), ("post_attention_layernorm", True),
+                        ("self_attn.k_proj", False), ("self_attn.o_proj", False), ("input_layernorm", False)):
+        name = f"model.layers.2.{name}.weight"
+        held = HfState({key: value for key, value in weights.items() if key != name})
+        with pytest.raises(ValueError, match=f"lacks '{name}'") as error:
+            Source(held, config.family, config).check()
+        assert ("layer 2 is sparse by moe_layer_freq; check mlp_only_layers in config.json" in str(error.value)) is words, name
 
 
 def test_shards_that_disagree(tmp_path):

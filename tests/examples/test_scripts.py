@@ -15,7 +15,7 @@ SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.sh") if path.name
 DENSE = dict(TP=2, PP=2)
 # {folder of examples: (cases of tests.families.tiny, their layout for 64 ranks)}; 4 layers, 4 or 12 experts or none.
 MODELS = {
-    "llama": (["llama", "mistral"], DENSE), "qwen": (["qwen3_moe", "qwen", "qwen2_moe"], dict(TP=2, PP=2, EP=4)),
+    "llama": (["llama", "mistral"], DENSE), "qwen": (["qwen3_moe", "qwen", "qwen2_moe", "qwen3_5_moe"], dict(TP=2, PP=2, EP=4)),
     "mixtral": (["mixtral"], dict(TP=1, PP=4, EP=4)), "baichuan": (["baichuan2_13b", "baichuan"], DENSE),
     "chatglm": (["chatglm3", "chatglm2", "chatglm", "glm_130b", "glm", "glm4", "glm4_moe"], dict(TP=2, PP=2, EP=4)),
     "deepseek": (["moonlight", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite"], dict(TP=2, PP=2, EP=4)),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoint import small
 from toolkits import convert as convert_command
 from toolkits import plan as plan_command
+from toolkits import verify as verify_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,6 +70,22 @@ def test_convert_reports_and_refuses_in_one_line(folders, tmp_path, capsys):
         lines = capsys.readouterr().err.strip().splitlines()
         assert len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("command, argv, hint", [
+    (verify_command, ["--hff", "x"], "unknown flag --hff: did you mean --hf?"),
+    (verify_command, ["--hf", "x", "--new-token=3", "--transformer-imp", "te", "--tolerence", "1"],
+     "unknown flag --tolerence: did you mean --tolerance?"),
+    (convert_command, ["hf-to-megatron", "--hff", "x", "--out", "y"], "unknown flag --hff: did you mean --hf?"),
+    (convert_command, ["megatron-to-hf", "--ckpt", "x", "--out", "y", "--hfref", "z"], "unknown flag --hfref: did you mean --hf-ref?"),
+    (convert_command, ["hf-to-megatro", "--hf", "x"], "did you mean hf-to-megatron?"),
+    (convert_command, ["hf-to-megatron", "--hf", "x", "--out", "y", "--dtype", "bf61"], "did you mean bf16?"),
+    (plan_command, ["x", "--al1"], "unknown flag --al1: did you mean --all?"), (plan_command, ["x", "--qqqqq"], "unknown flag --qqqqq")])
+def test_a_typo_is_told_the_nearest_name(command, argv, hint, capsys):
+    """Flags, subcommands and values; what is like nothing is only named."""
+    assert call(command, *argv) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert hint in line and (hint.endswith("?") or "did you mean" not in line), line
 
 
 def test_unsupported_core_is_refused_before_any_work(folders, tmp_path, monkeypatch, capsys):

@@ -18,6 +18,12 @@ LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_ro
 EXPERTS = dict(n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=1)
 
 
+DELTA = dict(head_dim=32, full_attention_interval=4, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8,
+             linear_value_head_dim=16)
+SHARED = dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+MROPE = dict(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
+
+
 def _scaled(kind, **more):
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **more))
 
@@ -39,9 +45,10 @@ CASES = {
     "qwen2_moe": ("Qwen2MoeConfig", dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
                                          norm_topk_prob=False, mlp_only_layers=[1])),
     "qwen3_moe": ("Qwen3MoeConfig", dict(head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
-    "qwen3_next": ("Qwen3NextConfig", dict(
-        head_dim=32, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
-        full_attention_interval=4, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16)),
+    "qwen3_next": ("Qwen3NextConfig", dict(DELTA, **SHARED)),
+    "qwen3_5": ("Qwen3_5TextConfig", dict(DELTA, rope_parameters=dict(ROPE, **MROPE))),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", dict(DELTA, **SHARED, **_scaled("yarn", factor=4.0, original_max_position_embeddings=32,
+                                                                            **MROPE))),
     "phi3": ("Phi3Config", dict(sliding_window=24, rope_parameters=dict(ROPE, partial_rotary_factor=0.75))),
     "glm": ("GlmConfig", dict(head_dim=16, attention_bias=True)),
     "starcoder2": ("Starcoder2Config", dict(norm_epsilon=1e-3, sliding_window=24, initializer_range=0.02)),
@@ -99,7 +106,8 @@ CASES = {
 }
 FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
          "qwen2_window", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral")  # of upstream's own layers; in more layouts
-AROUND_ZERO = ("qwen3_next",)  # norm weights for which scales near 2 would make rounding errors grow beyond 1e-4
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+AROUND_ZERO = DELTA_NETS  # norm weights for which scales near 2 would make rounding errors grow beyond 1e-4
 PREFIX = ("chatglm", "glm_130b")  # a context that sees itself in both directions
 IN_INFERENCE_ONLY = ("qwen_beyond",)  # what they do at this length they do not do in training
 REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan13B", "Baichuan2": "baichuan:Baichuan2",
@@ -108,7 +116,7 @@ REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan
               "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
 HF_CASES = [case for case in CASES if CASES[case][0] not in REFERENCES]
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe", "olmoe",
-       "qwen3_next")
+       "qwen3_next", "qwen3_5_moe")
 
 
 def config(case: str, **overrides):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_patch.upstream import delta_nets_cut_sequences
 from tests.families import tiny
-from tests.families.tiny import IN_INFERENCE_ONLY, MOE
+from tests.families.tiny import DELTA_NETS, IN_INFERENCE_ONLY, MOE
 from tests.groups import run_ranks
 
 BOUND = 1e-4
@@ -70,8 +70,9 @@ def test_delta_nets_on_two_ranks(zoo, tmp_path):
     """PP2 with virtual stages, and CP2 where core cuts them; TP2 with dense layers, without SP too: the gradient of the norm inside a
     delta net is summed over both ranks. Mutant: HeadNorm without SumGradient."""
     layouts = ["pp2vpp2", "cp2"] if delta_nets_cut_sequences() else ["pp2vpp2"]
-    check(run_ranks(2, TARGET, {"qwen3_next": zoo["qwen3_next"]}, layouts, str(tmp_path), timeout=600)[0])
+    check(run_ranks(2, TARGET, {case: zoo[case] for case in DELTA_NETS}, layouts, str(tmp_path), timeout=600)[0])
     dense = {"qwen3_next": tiny.save_with_answers("qwen3_next", tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3])}
+    dense["qwen3_5"] = zoo["qwen3_5"]
     check(run_ranks(2, TARGET, dense, ["tp2", "tp2sp"], str(tmp_path / "out"), timeout=600)[0])
 
 

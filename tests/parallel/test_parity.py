@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_patch.upstream import delta_nets_cut_sequences
-from tests.families.tiny import CASES, FIRST, IN_INFERENCE_ONLY, MOE, PREFIX
+from tests.families.tiny import CASES, DELTA_NETS, FIRST, IN_INFERENCE_ONLY, MOE, PREFIX
 from tests.groups import run_ranks
 from tests.parallel import experts
 
@@ -15,7 +15,7 @@ BOUND = 1e-4
 PARITY = "tests.parallel.parity:logits"
 TWO = ["tp2", "tp2sp", "pp2", "pp2vpp2"]
 MORE = ["pp2uneven", "pp2layout"]
-NO_CP = PREFIX + IN_INFERENCE_ONLY + (() if delta_nets_cut_sequences() else ("qwen3_next",))
+NO_CP = PREFIX + IN_INFERENCE_ONLY + (() if delta_nets_cut_sequences() else DELTA_NETS)
 FOUR = ["tp2pp2", "tp2sppp2", "tp4"]
 
 

@@ -40,9 +40,10 @@ def test_conversion_says_what_the_layers_are(zoo, tmp_path):
     assert found == {"query": (32, 64), "key": (32, 64), "value": (128, 64), "z": (128, 64), "beta": (8, 64), "alpha": (8, 64)}
 
 
-def test_layouts_that_core_lacks_are_refused():
+@pytest.mark.parametrize("case", tiny.DELTA_NETS)
+def test_layouts_that_core_lacks_are_refused(case):
     """CP before 0.18 and TP beyond the key/value heads before 0.17: the message names the version needed."""
-    config = translate.from_hf(tiny.raw_config("qwen3_next"))
+    config = translate.from_hf(tiny.raw_config(case))
     cases = [(dict(context_parallel_size=2), "0.18 or later", delta_nets_cut_sequences()),
              (dict(tensor_model_parallel_size=4), "from megatron-core 0.17 on", gated_attention_shares_groups())]
     for sizes, words, possible in cases:

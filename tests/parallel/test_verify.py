@@ -10,6 +10,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.families import tiny
 from tests.groups import run_ranks
 
 
@@ -57,6 +58,13 @@ def test_mistakes_are_found_before_ranks_start(zoo):
     found = run_ranks(1, "tests.parallel.verify_cases:mistakes", zoo["llama"], [arguments for arguments, _ in MISTAKES])[0]
     for (arguments, message), error in zip(MISTAKES, found):
         assert error and re.search(message, error) and "parallel-size" not in error, (arguments, error)
+
+
+def test_a_flag_that_would_not_help_is_not_advised(tmp_path):
+    """GLM-130B was released without modeling code: --trust-remote-code has nothing to run."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny.raw_config("glm_130b")))
+    (error,) = run_ranks(1, "tests.parallel.verify_cases:mistakes", str(tmp_path), [[]])
+    assert "has no auto_map" in error[0] and "--trust-remote-code" not in error[0]
 
 
 # The code that stands beside Baichuan's weights: here the reference model as a class of Transformers.

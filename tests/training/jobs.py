@@ -24,7 +24,9 @@ LAYOUTS = {
     "tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "dp2pp2": dict(pipeline_model_parallel_size=2),
 }
-DTYPES = {"fp32": {}, "bf16": dict(bf16=True), "fp16": dict(fp16=True, initial_loss_scale=2.0**10, loss_scale_window=2)}
+DTYPES = {"fp32": {}, "bf16": dict(bf16=True), "fp16": dict(fp16=True, initial_loss_scale=2.0**10, loss_scale_window=2),
+          "fp16 overflow": dict(fp16=True, initial_loss_scale=2.0**15, hysteresis=1)}
+OVERFLOW = [True] * 4 + [False] * 2  # the iterations that it skips: all before the save
 
 
 def settings_of(hf_model: str, data: str, **flags):
@@ -226,6 +228,7 @@ def resume_bitwise(models: dict, data: str, folder: str, cases: list) -> dict:
         common = {**LAYOUTS[layout], **DTYPES[dtype], "use_distributed_optimizer": True, "train_iters": 6, **flags}
         whole, loop = train(models[model], data, **common, save=root, save_interval=3)
         expected = digest(loop)
+        assert dtype != "fp16 overflow" or list(map(bool, curve(whole, "skipped"))) == OVERFLOW
         again, loop = train(models[model], data, **common, load=root, ckpt_step=3)
         assert [line["iteration"] for line in again] == [4, 5, 6]
         same = [a == b for key in ("lm_loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples")

@@ -99,3 +99,12 @@ def assert_loads(folder):
 
     _, notes = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_error(tmp_path):
+    """Below its own traceback torchrun's report holds the one line that the first rank to fail printed. Mutant: no file for torchrun."""
+    module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megatron_patch.pretrain"]
+    code, _, err = finish(start([sys.executable, *module, "--platform", "cpu", "--hf-model", str(tmp_path / "nowhere")]))
+    report = err.rpartition("Root Cause")[2]
+    assert code == 1 and "nowhere/config.json does not exist; expected the folder" in report and "To enable traceback" not in report

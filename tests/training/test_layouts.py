@@ -20,7 +20,7 @@ def spread(model, layout, **flags):
 
 ONE = [spread("llama", "one"), spread("llama_tied", "one"), spread("qwen3", "one"), spread("qwen3_moe", "one", **MOE),
        spread("qwen3_next", "one", **MOE),
-       *[spread(model, "one") for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")]]
+       *[spread(model, "one") for model in ("bloom", "falcon_40b", "gemma3", "baichuan2", "qwen3_5")]]
 TWO = [
     spread("llama", "tp2"), spread("qwen3", "sp"), spread("llama", "pp2"), spread("llama", "pp2vpp2"), spread("llama", "cp2"),
     spread("llama", "dp2"), spread("llama", "dp2", **DIST), spread("llama", "dp2", **OVERLAP), spread("llama", "pp2vpp2", **OVERLAP),
@@ -29,7 +29,7 @@ TWO = [
     spread("qwen3_moe", "dp2", **MOE, expert_tensor_parallel_size=2), spread("qwen3_moe", "sp", **MOE, expert_tensor_parallel_size=1),
     spread("qwen3_moe", "sp", **MOE, **OVERLAP, expert_tensor_parallel_size=1),
     spread("qwen3_next", "sp", **MOE, **RECOMPUTE, expert_tensor_parallel_size=1), spread("qwen3_next", "pp2vpp2", **MOE, **OVERLAP),
-    *[spread(model, layout, **flags) for model in ("bloom", "falcon_40b", "gemma3", "baichuan2")  # layers of our own
+    *[spread(model, layout, **flags) for model in ("bloom", "falcon_40b", "gemma3", "baichuan2", "qwen3_5")  # layers of our own
       for layout, flags in (("sp", RECOMPUTE), ("pp2vpp2", OVERLAP))],
 ]
 FOUR = [

@@ -32,6 +32,16 @@ def test_one_rank(models, data, tmp_path):
     assert len(found) == 3 + len(OTHER_OPTIMIZERS) and all(found.values()), found
 
 
+@pytest.mark.timeout(300)
+def test_one_rank_before_the_first_update(models, data, tmp_path):
+    """fp16 that skipped every step before the save for overflow resumes bit for bit: Adam, its two sharded forms, SGD with momentum.
+    Mutant: no moments made before a save."""
+    kinds = [{}, dict(dist_ckpt_optim_fully_reshardable=True), OTHER, dict(OTHER, optimizer="sgd", sgd_momentum=0.9)]
+    cases = [["llama", "one", "fp16 overflow", flags] for flags in kinds]
+    found = run_ranks(1, f"{JOBS}:resume_bitwise", models, data, str(tmp_path), cases)[0]
+    assert len(found) == len(kinds) and all(found.values()), found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_ranks(models, data, tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_patch.packing import DELTA_CONV, DELTA_IN, GATED_QKV
+from megatron_patch.packing import DELTA_APART, DELTA_CONV, DELTA_IN, GATED_QKV
 from megatron_patch.platform.cpu import delta
 
 B, S, N, K, V = 2, 150, 3, 8, 16  # more than two chunks, the last one cut
@@ -98,6 +98,16 @@ def test_rows_of_the_projection(size):
     shards = [DELTA_IN.pack([qkvz, ba], CONFIG, rank, size) for rank in range(size)]
     assert all(torch.equal(a, b) for a, b in zip(shards, expected))
     assert all(torch.equal(a, b) for a, b in zip(DELTA_IN.unpack(shards, CONFIG), [qkvz, ba]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_of_the_projection_in_four_tensors(size):
+    """[q; k; v], z, b and a, each of all heads: cut each by itself, and [q; k; v; z; b; a] on each rank. Mutant: qkv cut as one."""
+    qkv, z, b, a = torch.arange(12 + 12 + 40), 100 + torch.arange(40), 200 + torch.arange(8), 300 + torch.arange(8)
+    expected = [torch.cat([t.chunk(size)[rank] for t in (*qkv.split([12, 12, 40]), z, b, a)]) for rank in range(size)]
+    shards = [DELTA_APART.pack([qkv, z, b, a], CONFIG, rank, size) for rank in range(size)]
+    assert all(torch.equal(shard, other) for shard, other in zip(shards, expected, strict=True))
+    assert all(torch.equal(part, other) for part, other in zip(DELTA_APART.unpack(shards, CONFIG), [qkv, z, b, a], strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2])

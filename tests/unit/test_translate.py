@@ -112,7 +112,33 @@ def test_folder_without_a_config(tmp_path, content, message):
         translate.load_config(tmp_path)
 
 
+@pytest.mark.parametrize("case", [case for case in tiny.CASES if tiny.CASES[case][0] in tiny.REFERENCES])
+def test_a_missing_key_is_named(case):
+    """Every key that a family without a class in Transformers needs: its name in config.json is told, and no Python object's."""
+    raw = json.loads(json.dumps(tiny.raw_config(case)))
+    told = {}
+    for key in sorted(set(raw) - {"model_type", "_name_or_path"}):
+        try:
+            translate.from_hf({k: v for k, v in raw.items() if k != key})
+        except ValueError as error:
+            told[key] = str(error)
+    assert len(told) >= 6 and all(f"no value for '{key}'" in message for key, message in told.items()), told
+
+
+def test_validation_errors_are_one_line():
+    """What Transformers says about a config.json in several lines."""
+    with pytest.raises(ValueError, match="hidden_size.*64.5") as error:
+        read(hidden_size=64.5)
+    assert len(str(error.value).splitlines()) == 1
+
+
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 REFUSED = [
+    ("deepseek_v3", dict(rope_parameters=dict(YARN, truncate=False)), "truncate=false of the yarn rope is not supported"),
+    ("chatglm", dict(vocab_size=150528), "vocab_size=150528 is that of the first release of ChatGLM-6B"),
+    ("chatglm2", dict(hidden_size="64"), "found {'hidden_size': '64'}"),
+    ("chatglm2", dict(ffn_hidden_size=-1), "found {'ffn_hidden_size': -1}"),
+    ("bloom", dict(n_head=-6), "found {'n_head': -6}"), ("qwen3", dict(intermediate_size=0), "found {'intermediate_size': 0}"),
     ("chatglm3", dict(_name_or_path="/data/my-glm"), "rope_ratio=50 multiplies .* says neither"),
     ("chatglm3", dict(rope_ratio=0), "rope_ratio must be positive"),
     ("baichuan", dict(hidden_size=5120), "a max_position_embeddings, but hidden_size 5120 is Baichuan 13B's"),
