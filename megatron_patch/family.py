@@ -58,12 +58,17 @@ def negated(hf: str, default=REQUIRED) -> Field:
 
 @dataclass(frozen=True)
 class View:
-    """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked."""
+    """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked.
+
+    ``transposed``: columns there are rows here; ``interleaved``: row i of all parts, then row i + 1 of all parts.
+    """
 
     name: str
     part: int = 0
     parts: int = 1
     stacked: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Family:
     weights: Mapping[str, tuple[str, ...]]
     alternatives: Mapping[str, View] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
+    stored: bool = False  # save_pretrained writes what ``alternatives`` says, not the canonical tensors
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
     two_ropes: bool = False  # layers with a sliding window may rotate by another table

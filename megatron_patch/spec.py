@@ -91,7 +91,8 @@ def localize(spec, config):
     def chosen(usual, **others):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
-    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
+    usual = CoreAttention if config.softmax_type == "vanilla" else scores.SinkAttention
+    attention = chosen(usual, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
                        prefix_tokens=prefix.PrefixAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
     swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_patch.checkpoint import output, torch_dist_read, torch_dist_write, tracker
+from megatron_patch.checkpoint import output, stored, torch_dist_read, torch_dist_write, tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.hf_write import HfWriter
 from megatron_patch.checkpoint.megatron_source import MegatronSource
@@ -50,9 +50,9 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
     main = Counter(dtypes.values()).most_common(1)[0][0]
     with HfWriter(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force) as writer:
         add = _adder(progress, writer.nbytes)
-        for place in plan(config.family, config):
-            for part, name in enumerate(place.names):
-                add(writer.add(name, source.blocks(place, part)))
+        at = {name: (place, part) for place in plan(config.family, config) for part, name in enumerate(place.names)}
+        for tensor in stored.tensors(config):
+            add(writer.add(tensor.name, tensor.blocks(lambda name: source.blocks(*at[name]))))
         folder = writer.finish()
     return dict(direction="megatron-to-hf", family=config.family.name, ckpt=str(source.disk.folder), out=str(folder), bytes=writer.nbytes,
                 seconds=round(time.monotonic() - began, 3))

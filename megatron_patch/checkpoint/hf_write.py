@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_patch import translate
-from megatron_patch.checkpoint import output
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint import output, stored
 from megatron_patch.checkpoint.safetensors_file import CODES
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -41,10 +40,10 @@ class Spec:
 
 
 class HfWriter:
-    """``add`` every tensor in plan order, then ``finish``. Nothing is visible at ``out`` before that.
+    """``add`` every tensor in the order of stored.tensors, then ``finish``. Nothing is visible at ``out`` before that.
 
     ``hf_ref``: the folder whose tokenizer, generation config, chat template and remote code are copied, or None.
-    ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by name. Raises ValueError when ``out``
+    ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by parameter name. Raises ValueError when ``out``
     is there and not empty (``force``: replaced, if it holds nothing but a Hugging Face checkpoint).
     """
 
@@ -53,8 +52,7 @@ class HfWriter:
         self.out, self.config, self.dtype = output.place(out, hf_ref=hf_ref), config, dtype or config.dtype
         self.replace = _check_target(self.out, hf_ref, force)
         self.hf_ref = Path(hf_ref) if hf_ref is not None else None
-        specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape)) for place in plan(config.family, config)
-                 for name, shape in zip(place.names, place.part_shapes(config))]
+        specs = [Spec(t.name, (dtypes or {}).get(t.slabs[0][0], self.dtype), tuple(t.shape)) for t in stored.tensors(config)]
         self.shards = _shards(specs, size_in_bytes(max_shard_size))
         self._queue = [(shard, spec) for shard, part in enumerate(self.shards) for spec in part]
         self._next, self._file, self._open_shard = 0, None, None

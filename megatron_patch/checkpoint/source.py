@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint import stored
 from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.family import View
 
 LOG = logging.getLogger(__name__)
 SHOWN = 8
@@ -20,13 +22,14 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @dataclass(frozen=True)
 class Location:
     """``shape`` from row ``first`` of ``name``, of its slab ``expert`` when that is not None; ``stored`` is the whole shape
-    that ``name`` must have."""
+    that ``name`` must have. With a ``view`` it lies scattered over the slab, as that says."""
 
     name: str
     shape: tuple[int, ...]
     stored: tuple[int, ...]
     first: int = 0
     expert: int | None = None
+    view: View | None = None
 
 
 class Source:
@@ -40,6 +43,7 @@ class Source:
         self.reader, self.family, self.config = reader, family, config
         self._have = set(reader.names())
         self._base = _base(family)
+        self._last: tuple = (None, None)
         self._at: dict[str, Location] = {}
         self._missing: list[tuple[Placement, str]] = []
         for place in plan(family, config):
@@ -70,6 +74,8 @@ class Source:
         """Rows [start, stop) of canonical ``name``."""
         at = self.locate(name)
         stop = at.shape[0] if stop is None else stop
+        if at.view is not None:
+            return stored.part(self._slab(at), at.view)[start:stop].contiguous()
         return self.reader.rows(at.name, at.first + start, at.first + stop, at.expert)
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
@@ -83,11 +89,18 @@ class Source:
         """(file, offset of the first byte) of canonical ``name``, None when it lies in no file in one piece."""
         at = self.locate(name)
         base = self.reader.span(at.name)
-        if base is None:
+        if base is None or at.view is not None:
             return None
         row = math.prod(at.shape[1:]) * self.dtype(name).itemsize
         skip = at.first + (at.expert * at.stored[1] if at.expert is not None else 0)
         return base[0], base[1] + skip * row
+
+    def _slab(self, at: Location) -> Tensor:
+        """What ``at`` is scattered over, whole; the last one is kept, since its other rows and parts are asked for next."""
+        key = (at.name, at.expert)
+        if self._last[0] != key:
+            self._last = key, self.reader.rows(at.name, index=at.expert)
+        return self._last[1]
 
     def _find(self, name, template, place, shape) -> Location | None:
         for candidate in self._spellings(name):
@@ -96,12 +109,11 @@ class Source:
         view = self.family.alternatives.get(template)
         if view is None:
             return None
-        stored = (shape[0] * view.parts, *shape[1:])
-        if view.stacked:
-            stored = (self.config.num_moe_experts, *stored)
+        whole = stored.held_shape(shape, view, self.config.get("num_moe_experts"))
+        scattered = view if view.transposed or view.interleaved else None
         for candidate in self._spellings(view.name.format(layer=place.layer, expert=place.expert)):
             if candidate in self._have:
-                return Location(candidate, shape, stored, view.part * shape[0], place.expert if view.stacked else None)
+                return Location(candidate, shape, whole, view.part * shape[0], place.expert if view.stacked else None, scattered)
         return None
 
     def _spellings(self, name):
