@@ -70,6 +70,12 @@ class View:
     transposed: bool = False
     interleaved: bool = False
 
+    def __str__(self) -> str:
+        """As an index of ``name``, {layer} and {expert} open: 'experts.gate_up_proj[{expert}, :, 0::2].T'."""
+        rows = f"{self.part}::{self.parts}" if self.interleaved else f"part {self.part} of {self.parts}" if self.parts > 1 else ""
+        index = ["{expert}"] * self.stacked + [":"] * bool(self.transposed and rows) + [rows] * bool(rows)
+        return self.name + f"[{', '.join(index)}]" * bool(index) + ".T" * self.transposed
+
 
 @dataclass(frozen=True)
 class Family:
@@ -126,6 +132,10 @@ class Family:
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
                        alternatives={**self.alternatives, **dict(alternatives)}, packings={**self.packings, **dict(packings)},
                        checks=self.checks + tuple(checks), partial_rotary=partial_rotary, **more)
+
+    def held(self, template: str) -> str:
+        """Where a folder that save_pretrained wrote holds the tensor of a canonical name, {layer} and {expert} open."""
+        return str(self.alternatives[template]) if self.stored and template in self.alternatives else template
 
     def read(self, hf) -> dict:
         """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""

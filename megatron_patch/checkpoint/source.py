@@ -50,7 +50,8 @@ class Source:
             for name, template, shape in zip(place.names, place.templates, place.part_shapes(config)):
                 found = self._find(name, template, place, shape)
                 if found is None:
-                    self._missing.append((place, name))
+                    view = family.alternatives.get(template) if family.stored else None
+                    self._missing.append((place, view.name.format(layer=place.layer) if view else name))
                 else:
                     self._at[name] = found
 
@@ -143,8 +144,8 @@ class Source:
         return layer is not None and self.config.num_layers <= int(layer[1]) < last
 
     def _lacking(self):
-        lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]
-        return shorten(lines, "missing")
+        lines = dict.fromkeys(f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing)
+        return shorten(list(lines), "missing")
 
     def _why(self, place) -> str:
         if place.key == "head":
