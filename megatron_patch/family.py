@@ -95,6 +95,7 @@ class Family:
     alternatives: Mapping[str, View] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
     stored: bool = False  # save_pretrained writes what ``alternatives`` says, not the canonical tensors
+    quantised: tuple[str, ...] = ()  # quant_method of quantization_config that is read, as plain weights
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
     two_ropes: bool = False  # layers with a sliding window may rotate by another table

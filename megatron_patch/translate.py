@@ -110,11 +110,9 @@ def load_config(hf_dir, **overrides) -> ModelConfig:
 
 def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
     """The model config of a config.json object."""
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "?")
-        raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
     family = registry.find(raw.get("model_type"))
     try:
+        raw = _plain(raw, family, where)
         hf = hf_object(family.modern(dict(raw)), where)
         family = family.variant(hf)
         fields = family.read(hf)
@@ -132,6 +130,14 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         family=family, hf=dict(raw), fields=fields, vocab_size=_size(hf, names, "vocab_size"), rope=rope,
         tied=bool(getattr(hf, "tie_word_embeddings", family.tied)), dtype=_dtype(raw), position_embedding_type=positions,
         max_position_embeddings=_size(hf, names, "max_position_embeddings") or 2048)
+
+
+def _plain(raw, family, where) -> dict:
+    """config.json without a quantization_config whose weights are read as plain ones, which an export has then."""
+    method = dict(raw.get("quantization_config") or {}).get("quant_method")
+    if raw.get("quantization_config") and method not in family.quantised:
+        raise ValueError(f"{where}: quantization_config ({method or '?'}) is not supported here; dequantise the checkpoint first.")
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _size(hf, names, name) -> int:

@@ -36,4 +36,4 @@ GPT_OSS = LLAMA.extend(
         E + "up_proj.bias": View(STACK + "gate_up_proj_bias", 1, 2, stacked=True, interleaved=True),
         E + "down_proj.weight": View(STACK + "down_proj", stacked=True, transposed=True),
         E + "down_proj.bias": View(STACK + "down_proj_bias", stacked=True)},
-    stored=True, checks=(must_be("attention_bias", True), must_be("swiglu_alpha", 1.702)))
+    stored=True, quantised=("mxfp4",), checks=(must_be("attention_bias", True), must_be("swiglu_alpha", 1.702)))

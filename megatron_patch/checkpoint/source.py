@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint import stored
+from megatron_patch.checkpoint import mxfp4, stored
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.family import View
 
@@ -40,8 +40,8 @@ class Source:
     """
 
     def __init__(self, reader, family, config):
-        self.reader, self.family, self.config = reader, family, config
-        self._have = set(reader.names())
+        self.reader, self.family, self.config = mxfp4.opened(reader), family, config
+        self._have = set(self.reader.names())
         self._base = _base(family)
         self._last: tuple = (None, None)
         self._at: dict[str, Location] = {}
