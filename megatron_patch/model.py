@@ -88,7 +88,8 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         model.adopt_output_layer(config.vocab_size)
         model.chunked_loss = layer_impl == "native" and not core.final_logit_softcap
     _mark_experts(model, config)
-    _share_biases(model, config)
+    if layer_impl == "native":
+        _share_biases(model, config)
     model.model_config, model.layer_impl = config, layer_impl
     return model.to(platform.current().device)
 
@@ -114,7 +115,7 @@ def _share_biases(model, config) -> None:
         return out.clone(), bias if ranks == 1 else bias + (bias / ranks - bias).detach()
 
     for name, module in model.named_modules():
-        if ".mlp.experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
+        if ".mlp.experts." in name and name.endswith(".linear_fc2") and module.bias is not None:
             module.register_forward_hook(share)
             module.bias.sequence_parallel = False
 
