@@ -63,5 +63,10 @@ class Dequantised:
             return self.reader.rows(name, start, stop, index)
         if index is None:
             return torch.stack([self.rows(name, index=i) for i in range(start, self.shape(name)[0] if stop is None else stop)])
-        blocks, scales = (self.reader.rows(name + ending, index=index) for ending in (BLOCKS, SCALES))
-        return dequantise(blocks, scales).t()[start:stop].contiguous()
+        return self.columns(name, 0, self.shape(name)[-1], index)[start:stop].contiguous()
+
+    def columns(self, name: str, start: int, stop: int, index: int | None = None) -> Tensor:
+        """Columns [start, stop) of a matrix, of slab ``index`` when given; only their codes are read."""
+        if name not in self.quantised:
+            return self.reader.columns(name, start, stop, index)
+        return dequantise(*(self.reader.rows(name + ending, start, stop, index) for ending in (BLOCKS, SCALES))).t()

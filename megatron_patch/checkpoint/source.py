@@ -43,7 +43,7 @@ class Source:
         self.reader, self.family, self.config = mxfp4.opened(reader), family, config
         self._have = set(self.reader.names())
         self._base = _base(family)
-        self._last: tuple = (None, None)
+        self._last: tuple = (None, 0, 0, None)
         self._at: dict[str, Location] = {}
         self._missing: list[tuple[Placement, str]] = []
         for place in plan(family, config):
@@ -76,7 +76,7 @@ class Source:
         at = self.locate(name)
         stop = at.shape[0] if stop is None else stop
         if at.view is not None:
-            return stored.part(self._slab(at), at.view)[start:stop].contiguous()
+            return self._scattered(at, start, stop).contiguous()
         return self.reader.rows(at.name, at.first + start, at.first + stop, at.expert)
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
@@ -84,6 +84,8 @@ class Source:
         at = self.locate(name)
         if at.shape == at.stored:
             return self.reader.columns(at.name, start, stop)
+        if at.view is not None and at.view.transposed:
+            return stored.part(self.reader.rows(at.name, start, stop, at.expert), at.view).contiguous()
         return self.rows(name)[:, start:stop].contiguous()
 
     def span(self, name: str):
@@ -96,12 +98,23 @@ class Source:
         skip = at.first + (at.expert * at.stored[1] if at.expert is not None else 0)
         return base[0], base[1] + skip * row
 
-    def _slab(self, at: Location) -> Tensor:
-        """What ``at`` is scattered over, whole; the last one is kept, since its other rows and parts are asked for next."""
-        key = (at.name, at.expert)
-        if self._last[0] != key:
-            self._last = key, self.reader.rows(at.name, index=at.expert)
-        return self._last[1]
+    def _scattered(self, at: Location, start: int, stop: int) -> Tensor:
+        """Rows of a tensor with a view: of the columns of its slab when transposed, every ``parts``-th one when interleaved."""
+        view = at.view
+        low, high = (start * view.parts, stop * view.parts) if view.interleaved else (at.first + start, at.first + stop)
+        held = self._held(at, low, high)
+        return held[view.part::view.parts] if view.interleaved else held
+
+    def _held(self, at: Location, low: int, high: int) -> Tensor:
+        """Rows [low, high) of a slab, transposed when ``at`` says so. The last ones are kept, since the other parts are among them; of a
+        slab that is asked for again, all are read."""
+        key, (last, first, until, kept) = (at.name, at.expert), self._last
+        if last != key or low < first or until < high:
+            first, until = (low, high) if last != key else (0, at.stored[-1 if at.view.transposed else -len(at.shape)])
+            kept = self.reader.columns(at.name, first, until, at.expert).t() if at.view.transposed else self.reader.rows(
+                at.name, first, until, at.expert)
+            self._last = key, first, until, kept
+        return kept[low - first:high - first]
 
     def _find(self, name, template, place, shape) -> Location | None:
         for candidate in self._spellings(name):

@@ -49,13 +49,16 @@ def test_every_tensor_of_the_folder_is_listed(hf):
 
 
 def test_parts_of_the_file(hf):
-    """Rows and columns of expert 3's parameters are those of the file, sliced by hand; no bytes of the file are any of them, and each
-    expert's slab is read once for all its rows and parts."""
+    """Rows and columns of expert 3's parameters are those of the file, sliced by hand; no bytes of the file are any of them. Gate and up
+    rows are read together, and from the second time on all of a slab, once."""
     found, raw = source(hf["gpt_oss"]), load_file(hf["gpt_oss"] / "model.safetensors")
     wide = raw[AT + "gate_up_proj"][3]
     assert torch.equal(found.rows(AT + "3.gate_proj.weight", 10, 20), wide[:, 20:40:2].t())
     assert torch.equal(found.rows(AT + "3.up_proj.weight", 10, 20), wide[:, 21:41:2].t())
-    assert found.bytes_read == wide.numel() * 4
+    assert found.bytes_read == wide[:, 20:40].numel() * 4
+    for low in (0, 40, 90):
+        assert torch.equal(found.rows(AT + "3.gate_proj.weight", low, low + 6), wide[:, 2 * low:2 * low + 12:2].t())
+    assert found.bytes_read == (wide[:, 20:40].numel() + wide.numel()) * 4
     assert torch.equal(found.columns(AT + "3.down_proj.weight", 7, 9), raw[AT + "down_proj"][3, 7:9].t())
     assert torch.equal(found.rows(AT + "3.up_proj.bias"), raw[AT + "gate_up_proj_bias"][3, 1::2])
     assert torch.equal(found.rows(AT + "3.down_proj.bias"), raw[AT + "down_proj_bias"][3])
@@ -64,15 +67,17 @@ def test_parts_of_the_file(hf):
 
 
 def test_a_rank_reads_its_own_experts(hf):
-    """Half of the experts are half of their bytes."""
-    def bytes_of(experts):
+    """Half of the experts are half of their bytes, and so is half of each expert, apart from the biases of its outputs."""
+    def bytes_of(experts, etp=1):
         found = source(hf["gpt_oss"])
-        for place in plan(found.family, found.config, layers=[0], experts=experts):
-            if place.slot.expert:
-                read_shard(found, place, found.config, 0)
+        config = found.config.replace(tensor_model_parallel_size=etp)
+        for place in plan(found.family, config, layers=[0], experts=experts):
+            if place.slot.expert and place.key != "expert_out_bias":
+                read_shard(found, place, config, etp - 1)
         return found.bytes_read
 
-    assert bytes_of([2, 3]) == bytes_of([0, 1]) == bytes_of(range(4)) / 2 > 0
+    whole = bytes_of(range(4))
+    assert bytes_of([2, 3]) == bytes_of([0, 1]) == bytes_of(range(4), etp=2) == whole / 2 > 0
 
 
 @pytest.mark.parametrize("change, message", [
