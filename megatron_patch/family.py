@@ -63,12 +63,23 @@ def negated(hf: str, default=REQUIRED) -> Field:
 
 @dataclass(frozen=True)
 class View:
-    """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked."""
+    """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked.
+
+    ``transposed``: columns there are rows here; ``interleaved``: row i of all parts, then row i + 1 of all parts.
+    """
 
     name: str
     part: int = 0
     parts: int = 1
     stacked: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+    def __str__(self) -> str:
+        """As an index of ``name``, {layer} and {expert} open: 'experts.gate_up_proj[{expert}, :, 0::2].T'."""
+        rows = f"{self.part}::{self.parts}" if self.interleaved else f"part {self.part} of {self.parts}" if self.parts > 1 else ""
+        index = ["{expert}"] * self.stacked + [":"] * bool(self.transposed and rows) + [rows] * bool(rows)
+        return self.name + f"[{', '.join(index)}]" * bool(index) + ".T" * self.transposed
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,8 @@ class Family:
     weights: Mapping[str, tuple[str, ...]]
     alternatives: Mapping[str, View] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
+    stored: bool = False  # save_pretrained writes what ``alternatives`` says, not the canonical tensors
+    quantised: tuple[str, ...] = ()  # quant_method of quantization_config that is read, as plain weights
     ignored: tuple[str, ...] = ()
     partial_rotary: bool = False  # the original reads partial_rotary_factor
     two_ropes: bool = False  # layers with a sliding window may rotate by another table
@@ -127,6 +140,10 @@ class Family:
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},
                        alternatives={**self.alternatives, **dict(alternatives)}, packings={**self.packings, **dict(packings)},
                        checks=self.checks + tuple(checks), partial_rotary=partial_rotary, **more)
+
+    def held(self, template: str) -> str:
+        """Where a folder that save_pretrained wrote holds the tensor of a canonical name, {layer} and {expert} open."""
+        return str(self.alternatives[template]) if self.stored and template in self.alternatives else template
 
     def read(self, hf) -> dict:
         """TransformerConfig fields of an HF config object. Raises ValueError for what the family cannot represent."""

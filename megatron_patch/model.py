@@ -88,6 +88,8 @@ def build_model(config: ModelConfig, *, pre_process: bool = True, post_process: 
         model.adopt_output_layer(config.vocab_size)
         model.chunked_loss = layer_impl == "native" and not core.final_logit_softcap
     _mark_experts(model, config)
+    if layer_impl == "native":
+        _share_biases(model, config)
     model.model_config, model.layer_impl = config, layer_impl
     return model.to(platform.current().device)
 
@@ -99,6 +101,23 @@ def _mark_experts(model, config) -> None:
         for name, p in model.named_parameters():
             if ".mlp.experts." in name:
                 p.allreduce = False
+
+
+def _share_biases(model, config) -> None:
+    """Upstream adds an expert's output bias to what its ranks hold before they are summed, and in place, which autograd forbids on a
+    view: each rank gets a copy to add to, and its share of the bias with the gradient of the whole. With sequence parallelism it sums
+    that gradient over the TP ranks, which hold other experts or the same whole. Source: transformer/mlp.py, MLP; tensor_parallel/layers.py.
+    """
+    ranks = config.expert_tp
+
+    def share(module, inputs, output):
+        out, bias = output
+        return out.clone(), bias if ranks == 1 else bias + (bias / ranks - bias).detach()
+
+    for name, module in model.named_modules():
+        if ".mlp.experts." in name and name.endswith(".linear_fc2") and module.bias is not None:
+            module.register_forward_hook(share)
+            module.bias.sequence_parallel = False
 
 
 def build_chunks(config: ModelConfig, layer_impl: str = "native") -> list:

@@ -131,6 +131,10 @@ def has_q_proj(config, layer=None) -> bool:
     return is_latent(config) and config.get("q_lora_rank") is None
 
 
+def has_sinks(config, layer: int) -> bool:
+    return attends(config, layer) and config.get("softmax_type") == "learnable"
+
+
 def has_router_bias(config, layer: int) -> bool:
     return is_moe(config, layer) and bool(config.get("moe_router_enable_expert_bias"))
 
@@ -206,6 +210,7 @@ SLOTS = {
                         when=has_field("wide_qk_norm")),
     "attn_out": Slot(LAYER + "self_attention.linear_proj.weight", lambda c: (c.hidden_size, _heads(c)), tp_dim=1, when=attends),
     "attn_out_bias": Slot(LAYER + "self_attention.linear_proj.bias", _hidden, when=has_linear_bias),
+    "sinks": Slot(ATTENTION + "core_attention.softmax_offset", lambda c: (c.num_attention_heads,), tp_dim=0, when=has_sinks),
     "attn_sum_norm": Slot(LAYER + "self_attn_bda.norm.weight", _hidden, when=has_field("sublayer_output_norm")),
     "mlp_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_weight", when=has_mlp_norm),
     "mlp_norm_bias": Slot(LAYER + "pre_mlp_layernorm.bias", _hidden, te=LAYER + "mlp.linear_fc1.layer_norm_bias",
@@ -220,6 +225,7 @@ SLOTS = {
     "moe_norm": Slot(LAYER + "pre_mlp_layernorm.weight", _hidden, disk=LAYER + "mlp.linear_fc1.layer_norm_weight",
                      when=_both(is_moe, has_input_norm)),
     "router": Slot(LAYER + "mlp.router.weight", lambda c: (c.num_moe_experts, c.hidden_size), when=is_moe),
+    "router_linear_bias": Slot(LAYER + "mlp.router.bias", lambda c: (c.num_moe_experts,), when=_both(is_moe, has_linear_bias)),
     "expert_in": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
                       lambda c: (_mlp_rows(c, _moe_ffn(c)), c.hidden_size),
                       te=LAYER + "mlp.experts.linear_fc1.weight{expert}", disk=LAYER + "mlp.experts.experts.linear_fc1.weight",
@@ -227,6 +233,12 @@ SLOTS = {
     "expert_out": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight", lambda c: (c.hidden_size, _moe_ffn(c)),
                        te=LAYER + "mlp.experts.linear_fc2.weight{expert}", disk=LAYER + "mlp.experts.experts.linear_fc2.weight",
                        tp_dim=1, when=is_moe),
+    "expert_in_bias": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.bias", lambda c: (_mlp_rows(c, _moe_ffn(c)),),
+                           te=LAYER + "mlp.experts.linear_fc1.bias{expert}", disk=LAYER + "mlp.experts.experts.linear_fc1.bias",
+                           packing=GLU, tp_dim=0, when=_both(is_moe, has_linear_bias)),
+    "expert_out_bias": Slot(LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.bias", _hidden,
+                            te=LAYER + "mlp.experts.linear_fc2.bias{expert}", disk=LAYER + "mlp.experts.experts.linear_fc2.bias",
+                            when=_both(is_moe, has_linear_bias)),
     "shared_in": Slot(LAYER + "mlp.shared_experts.linear_fc1.weight",
                       lambda c: (_mlp_rows(c, c.moe_shared_expert_intermediate_size), c.hidden_size),
                       packing=GLU, tp_dim=0, when=has_shared_expert),

@@ -19,10 +19,13 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
 
     Raises ValueError for an unknown ``layer_impl``, for 'te' without Transformer Engine and for grouped products of experts without it.
     """
-    require(layer_impl)
     needed = edits(config)
     if layer_impl == "te" and needed:
         raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(needed)} of this model; use --transformer-impl native.")
+    if layer_impl == "te" and config.num_moe_experts and config.add_bias_linear and config.expert_tensor_parallel_size > 1:
+        raise ValueError(f"transformer-impl 'te' adds biases of experts on each of {config.expert_tensor_parallel_size} expert-TP ranks; "
+                         f"set --expert-tensor-parallel-size 1, or use --transformer-impl native.")
+    require(layer_impl)
     again = (getattr(config, "recompute_modules", None) or ()) if config.recompute_granularity == "selective" else ()
     if "layernorm" in again and {"parallel_attention", "residual_alpha"} & set(needed):
         raise ValueError("--recompute-modules layernorm frees what a norm gives, which this model's layers use twice; leave it out.")
@@ -91,7 +94,8 @@ def localize(spec, config):
     def chosen(usual, **others):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
-    attention = chosen(CoreAttention, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
+    usual = CoreAttention if config.softmax_type == "vanilla" else scores.SinkAttention
+    attention = chosen(usual, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
                        prefix_tokens=prefix.PrefixAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
     swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
@@ -189,6 +193,9 @@ def for_stock(family):
         if own:
             raise ValueError(f"--spec megatron_patch.spec {family.name}: stock Megatron-LM has no settings for {', '.join(own)}, without "
                              f"which the model would be another one; train it with megatron_patch.pretrain.")
+        if "expert_out_bias" in family.weights:
+            raise ValueError(f"--spec megatron_patch.spec {family.name}: Megatron-LM's own model does not train biases of experts without "
+                             f"Transformer Engine; train it with megatron_patch.pretrain.")
         return block_spec(getattr(model_config, "transformer", model_config), "native", vp_stage)
 
     return spec

@@ -112,14 +112,12 @@ def load_config(hf_dir, **overrides) -> ModelConfig:
 
 def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
     """The model config of a config.json object."""
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "?")
-        raise ValueError(f"{where}: quantization_config ({method}) is not supported here; dequantise the checkpoint first.")
     if not isinstance(raw.get("model_type"), str | None):
         raise ValueError(f"{where}: model_type is {raw['model_type']!r}; expected a name.")
     family = registry.find(raw.get("model_type"))
     raw = text_part(raw, family, where)
     try:
+        raw = _plain(raw, family, where)
         hf = hf_object(family.modern(dict(raw)), where)
         family = family.variant(hf)
         fields = family.read(hf)
@@ -151,6 +149,14 @@ def text_part(raw: Mapping, family: Family, where: str) -> Mapping:
                          f"text alone write model_type '{family.model_types[0]}'.")
     shared = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version") if key in raw}
     return {**shared, **text, "model_type": family.model_types[0], "architectures": list(family.architectures)}
+
+
+def _plain(raw, family, where) -> dict:
+    """config.json without a quantization_config whose weights are read as plain ones, which an export has then."""
+    method = dict(raw.get("quantization_config") or {}).get("quant_method")
+    if raw.get("quantization_config") and method not in family.quantised:
+        raise ValueError(f"{where}: quantization_config ({method or '?'}) is not supported here; dequantise the checkpoint first.")
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _size(hf, names, name) -> int:

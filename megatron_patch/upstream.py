@@ -133,6 +133,14 @@ TRAPS = (
         "tests/training/test_layouts.py",
     ),
     Trap(
+        "biases of experts",
+        "transformer/mlp.py, MLP; tensor_parallel/layers.py, RowParallelLinear",
+        "added in place to a view, an error in training; once a rank under expert-TP, which core refuses; with sequence parallelism their "
+        "gradients are summed over TP ranks that hold other experts, with no error",
+        "model.py: a copy to add to, a share of the bias on each rank, gradients of a rank's own experts",
+        "tests/parallel/test_gradients.py",
+    ),
+    Trap(
         "2-tuple loss under context parallelism",
         "pipeline_parallel/schedules.py, forward_step_calc_loss",
         "gradients are multiplied by the context-parallel size",

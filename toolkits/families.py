@@ -49,6 +49,7 @@ RELEASED = {
     "phi3": ("Phi-3: mini 32, medium 40/10; Phi-4: 14B 40/10, mini 24/8", "longrope"),
     "olmo2": ("OLMo 2: 1B 16, 7B 32, 13B 40, 32B 40/8", ""),
     "olmoe": ("OLMoE: 1B-7B 16", ""),
+    "gpt_oss": ("gpt-oss: 20B 64/8, 120B 64/8", "sinks in attention, biased experts"),
     "internlm2": ("InternLM2 and 2.5: 1.8B 16/8, 7B 32/8, 20B 48/8", ""),
 }
 COLUMNS = {"family": "family", "model_type": "`model_type` (class)", "models": "released models", "tp": "TP of 1, 2, 4, 8",

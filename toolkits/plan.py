@@ -47,7 +47,7 @@ def family_rows(name: str) -> tuple[str, list[dict]]:
         family = registry.families().get(name) or registry.find(name)
     except ValueError as error:
         raise ValueError(f"there is no folder {name} (a model of the hub must be downloaded first), and no family: {error}") from None
-    return family.name, [_row(key, family.slot(key), templates, None) for key, templates in family.weights.items()]
+    return family.name, [_row(family, key, templates, None) for key, templates in family.weights.items()]
 
 
 def folder_rows(folder: str, every: bool) -> tuple[str, list[dict]]:
@@ -60,10 +60,10 @@ def folder_rows(folder: str, every: bool) -> tuple[str, list[dict]]:
     for place in plan(config.family, config):
         shapes = [list(s) for s in place.part_shapes(config)]
         if every:
-            rows.append(_row(place.key, place.slot, place.names, shapes, place.layer, place.expert))
+            rows.append(_row(config.family, place.key, place.templates, shapes, place.layer, place.expert))
             continue
         if place.key not in merged:
-            merged[place.key] = _row(place.key, place.slot, place.templates, shapes)
+            merged[place.key] = _row(config.family, place.key, place.templates, shapes)
             merged[place.key].update(layers=[], experts=config.num_moe_experts if place.slot.expert else None)
             rows.append(merged[place.key])
         if place.layer is not None and place.layer not in merged[place.key]["layers"]:
@@ -71,16 +71,18 @@ def folder_rows(folder: str, every: bool) -> tuple[str, list[dict]]:
     return config.family.name, rows
 
 
-def _row(key, slot, names, shapes, layer=None, expert=None) -> dict:
+def _row(family, key, templates, shapes, layer=None, expert=None) -> dict:
     from megatron_patch import packing
 
+    slot = family.slot(key)
     kinds = {id(packing.PLAIN): "plain", id(packing.QKV): "qkv", id(packing.GLU): "glu", id(packing.FLAT_QKV): "flat qkv",
              id(packing.FLAT_GLU): "flat glu"}
 
     def fill(text):
         return text if layer is None else text.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
-    return dict(slot=key, hf=list(names), shape=shapes, native=fill(slot.name("native")), te=fill(slot.name("te")),
+    names = [fill(family.held(template)) for template in templates]
+    return dict(slot=key, hf=names, shape=shapes, native=fill(slot.name("native")), te=fill(slot.name("te")),
                 disk=fill(slot.disk_key("native")), packing=kinds.get(id(slot.packing), "other"), tp_dim=slot.tp_dim)
 
 

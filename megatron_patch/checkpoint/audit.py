@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_patch.checkpoint import certificate, hashing, opening
+from megatron_patch.checkpoint import certificate, hashing, opening, stored
 from megatron_patch.checkpoint.ledger import HF, MEGATRON, label
 from megatron_patch.checkpoint.plan import plan
 from megatron_patch.checkpoint.source import shorten
@@ -26,20 +26,20 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
     one, config = _open(made["source"]["format"], source, hf_ref, made["vocab_size"])
     other, _ = _open(made["target"]["format"], target, hf_ref, made["vocab_size"])
     checks, done = _Checks(made), 0
-    total = sum(math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for line in made[MEGATRON].values())
+    nbytes = {name: math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for name, line in made[MEGATRON].items()}
+    total, hf = sum(nbytes.values()), made["target"]["format"] == opening.HF
+    before, after = _Parts(one, config), _Parts(other, config)
     for place in plan(config.family, config):
-        parts, fused = _both(one, place, config)
-        for name, part in zip(place.names, parts):
-            checks.mapped(HF, name, part)
-        checks.mapped(MEGATRON, label(place), fused)
-        parts, fused = _both(other, place, config)
-        if made["target"]["format"] == opening.HF:
-            for name, part in zip(place.names, parts):
-                checks.written(HF, name, part)
-        else:
-            checks.written(MEGATRON, label(place), fused)
-        done += fused.nbytes
+        name = label(place)
+        checks.mapped(MEGATRON, name, [before.fused(place)])
+        if not hf:
+            checks.written(MEGATRON, name, [after.fused(place)])
+        done += nbytes.get(name, 0)
         progress(done, total)
+    for tensor in stored.tensors(config):
+        checks.mapped(HF, tensor.name, tensor.blocks(before.read))
+        if hf:
+            checks.written(HF, tensor.name, tensor.blocks(after.read))
     checks.names(one.left_out())
     return dict(passed=not checks.problems, problems=shorten(checks.problems, "problems"),
                 tensors={side: len(names) for side, names in checks.seen.items()}, source=str(source), target=str(target))
@@ -51,10 +51,25 @@ def _open(kind, path, hf_ref, vocab_size):
     return opening.open_megatron(path, hf_ref, vocab_size=vocab_size)[:2]
 
 
-def _both(side, place, config) -> tuple[list[Tensor], Tensor]:
-    """(Hugging Face tensors, Megatron tensor) of a placement."""
-    parts = side.parts(place) if hasattr(side, "parts") else [side.rows(name) for name in place.names]
-    return parts, place.slot.packing.pack(parts, config)
+class _Parts:
+    """Parameters of one side, by Hugging Face names; those of one placement are kept, since they are asked for together."""
+
+    def __init__(self, side, config):
+        self.side, self.config, self.last, self.kept = side, config, None, []
+        self.at = {name: place for place in plan(config.family, config) for name in place.names}
+
+    def _of(self, place) -> list[Tensor]:
+        if self.last != place.names:
+            self.last = place.names
+            self.kept = self.side.parts(place) if hasattr(self.side, "parts") else [self.side.rows(name) for name in place.names]
+        return self.kept
+
+    def fused(self, place) -> Tensor:
+        return place.slot.packing.pack(self._of(place), self.config)
+
+    def read(self, name) -> list[Tensor]:
+        place = self.at[name]
+        return [self._of(place)[place.names.index(name)]]
 
 
 class _Checks:
@@ -63,25 +78,31 @@ class _Checks:
     def __init__(self, made):
         self.made, self.problems, self.seen = made, [], {HF: set(), MEGATRON: set()}
 
-    def mapped(self, side, name, tensor):
-        """``tensor`` made of the source must be what the certificate says once it is cast."""
+    def mapped(self, side, name, blocks):
+        """``blocks`` of rows made of the source must be what the certificate says once they are cast."""
         self.seen[side].add(name)
-        self._compare(side, name, tensor, "the source gives")
+        self._compare(side, name, blocks, "the source gives")
 
-    def written(self, side, name, tensor):
-        """``tensor`` of the target must be what the certificate says as it is."""
-        line = self.made[side].get(name)
-        if line is not None and line["dtype"] != certificate.dtype_name(tensor.dtype):
-            self.problems.append(f"'{name}': the target holds {certificate.dtype_name(tensor.dtype)}, the certificate says {line['dtype']}")
-        self._compare(side, name, tensor, "the target holds")
+    def written(self, side, name, blocks):
+        """``blocks`` of rows of the target must be what the certificate says as they are."""
+        self._compare(side, name, blocks, "the target holds", cast=False)
 
-    def _compare(self, side, name, tensor, who):
+    def _compare(self, side, name, blocks, who, cast=True):
         line = self.made[side].get(name)
         if line is None:
             self.problems.append(f"'{name}' is not in the certificate")
-        elif list(tensor.shape) != line["shape"]:
-            self.problems.append(f"'{name}': {who} shape {list(tensor.shape)}, the certificate says {line['shape']}")
-        elif hashing.digest(self.made["hash"], tensor.to(certificate.dtype_of(line["dtype"]))) != line["hash"]:
+            return
+        dtype, rows, rest, made = certificate.dtype_of(line["dtype"]), 0, None, None
+        for block in blocks:
+            if not cast and block.dtype != dtype:
+                self.problems.append(f"'{name}': {who} {certificate.dtype_name(block.dtype)}, the certificate says {line['dtype']}")
+                return
+            made = made or hashing.of_tensor(self.made["hash"], dtype, line["shape"])
+            hashing.update(made, block.to(dtype))
+            rows, rest = rows + block.shape[0], list(block.shape[1:])
+        if [rows, *rest] != line["shape"]:
+            self.problems.append(f"'{name}': {who} shape {[rows, *rest]}, the certificate says {line['shape']}")
+        elif made.hexdigest() != line["hash"]:
             self.problems.append(f"'{name}': {who} other values than the certificate says")
 
     def names(self, left_out):

@@ -32,8 +32,8 @@ def make(source, config, lines: list[Line], digests: dict, algorithm: str, origi
 
 def casts(source, lines: list[Line]) -> list[str]:
     """The changes of dtype on the way, each once."""
-    return sorted({f"{dtype_name(source.dtype(line.pieces[0].name))} -> {dtype_name(line.dtype)}" for line in lines
-                   if source.dtype(line.pieces[0].name) != line.dtype})
+    return sorted({f"{dtype_name(source.dtype(line.pieces[0].names[0]))} -> {dtype_name(line.dtype)}" for line in lines
+                   if source.dtype(line.pieces[0].names[0]) != line.dtype})
 
 
 def write(folder: Path, made: dict) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_patch.checkpoint import hashing
 from megatron_patch.checkpoint.recipe import Item
-from megatron_patch.checkpoint.units import Rest, Unit
+from megatron_patch.checkpoint.units import Rest, Unit, names_of
 
 BUFFER = 1 << 18  # fits the second-level cache: as fast as the kernel's own copy
 REPORT = 16 << 20  # bytes between two words about progress
@@ -37,7 +37,7 @@ class Copier:
     def _write(self, unit, hashes):
         listening = defaultdict(list)
         for line, made in zip(unit.lines, hashes):
-            for name in {piece.name for piece in line.pieces}:
+            for name in names_of(line):
                 listening[name].append((line.dtype, made))
         path = self.folder / unit.path
         try:
@@ -55,7 +55,7 @@ class Copier:
         out(item.head)
         start = out.at
         for piece in item.pieces:
-            self._pass(piece, item.dtype, listening.get(piece.name, ()), out)
+            self._pass(piece, item.dtype, listening.get(piece.names[0], ()), out)
         if item.zeros:
             zeros = memoryview(bytes(min(item.zeros, BUFFER)))
             for at in range(0, item.zeros, BUFFER):
@@ -66,7 +66,7 @@ class Copier:
 
     def _pass(self, piece, dtype, hashes, out):
         """The bytes of ``piece`` as ``dtype`` to ``out``, and to each (dtype, hash) before or after the cast, as its dtype is."""
-        held = self.source.dtype(piece.name)
+        held = self.source.dtype(piece.names[0])
         if held == dtype:
             spans = piece.spans(self.source)
             if spans is not None:

@@ -1,6 +1,6 @@
 """Where Hugging Face weights come from: a checkpoint folder (read lazily) or a live model's state_dict, one interface.
 
-A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop), bytes_read, files(),
+A reader has names(), shape(name), dtype(name), rows(name, start, stop, index), columns(name, start, stop, index), bytes_read, files(),
 origin(name), which says in messages what holds a tensor, and span(name): where its bytes lie in a file, None when they do
 not lie in one piece. ``index`` selects a slab of a 3-D tensor first.
 """
@@ -56,9 +56,10 @@ class HfState:
         tensor = self._tensors[name] if index is None else self._tensors[name][index]
         return self._out(tensor if tensor.dim() == 0 else tensor[start:stop])
 
-    def columns(self, name: str, start: int, stop: int) -> Tensor:
+    def columns(self, name: str, start: int, stop: int, index: int | None = None) -> Tensor:
         """Columns [start, stop) of a matrix."""
-        return self._out(self._tensors[name][:, start:stop])
+        tensor = self._tensors[name] if index is None else self._tensors[name][index]
+        return self._out(tensor[:, start:stop])
 
     def _out(self, part: Tensor) -> Tensor:
         self.bytes_read += part.numel() * part.element_size()
@@ -116,9 +117,9 @@ class HfFolder:
         """Rows [start, stop); only their bytes are read."""
         return self._file(name).rows(name, start, stop, index)
 
-    def columns(self, name: str, start: int, stop: int) -> Tensor:
+    def columns(self, name: str, start: int, stop: int, index: int | None = None) -> Tensor:
         """Columns [start, stop) of a matrix; only their bytes are read."""
-        return self._file(name).columns(name, start, stop)
+        return self._file(name).columns(name, start, stop, index)
 
     @property
     def bytes_read(self) -> int:

@@ -27,9 +27,7 @@ def of_tensor(algorithm: str, dtype: torch.dtype, shape: Sequence[int]):
     return made
 
 
-def digest(algorithm: str, tensor: torch.Tensor) -> str:
-    """The hex digest of a whole tensor."""
-    made = of_tensor(algorithm, tensor.dtype, tensor.shape)
+def update(made, tensor: torch.Tensor) -> None:
+    """Feed the bytes of ``tensor``."""
     if tensor.numel():
         made.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return made.hexdigest()

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_patch import layout, parallel
+from megatron_patch.checkpoint import stored
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.plan import Placement, plan
 
@@ -116,18 +117,15 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     except Exception as error:
         failed = error
     parallel.share_failure(failed)  # nobody may wait for a rank that gave up
-    for placement in plan(config.family, config):
-        shards = _collect(placement, config, places, rank, params, found)
-        if rank == 0 and failed is None:
-            try:
-                _write(writer, placement, shards, config, kind)
-            except Exception as error:
-                failed = error
+    arriving = ((p, _collect(p, config, places, rank, params, found)) for p in plan(config.family, config))
     try:
         if rank == 0 and failed is None:
+            _write(writer, arriving, config, kind)
             writer.finish()
     except Exception as error:
         failed = error
+    for _ in arriving:
+        pass  # the other ranks, and rank 0 after a failure: what is sent must be received
     if rank == 0 and failed is not None:
         writer.abort()
     parallel.share_failure(failed)
@@ -163,12 +161,26 @@ def _collect(placement, config, places, rank, params, like):
     return shards
 
 
-def _write(writer, placement, shards, config, dtype) -> None:
+def _write(writer, arriving, config, dtype) -> None:
+    """Add every tensor to ``writer`` from (placement, its shards) in plan order, which is the order that the writer wants."""
+    parts = {}
+
+    def read(name):
+        while name not in parts:
+            parts.clear()
+            placement, shards = next(arriving)
+            kind = torch.float32 if placement.slot.buffer else dtype
+            parts.update((n, part.to("cpu", kind)) for n, part in zip(placement.names, _parts(placement, shards, config)))
+        yield parts[name]
+
+    for tensor in stored.tensors(config):
+        writer.add(tensor.name, tensor.blocks(read))
+
+
+def _parts(placement, shards, config) -> list[Tensor]:
+    """The Hugging Face tensors of a parameter."""
     if placement.slot.tp_dim == 1:
-        parts = [torch.cat(shards, dim=1)]
-    elif placement.slot.vocab:
-        parts = [torch.cat(shards)[: config.vocab_size]]
-    else:
-        parts = placement.slot.packing.unpack(shards, config)
-    for name, part in zip(placement.names, parts):
-        writer.add(name, part.to("cpu", torch.float32 if placement.slot.buffer else dtype).contiguous())
+        return [torch.cat(shards, dim=1)]
+    if placement.slot.vocab:
+        return [torch.cat(shards)[: config.vocab_size]]
+    return placement.slot.packing.unpack(shards, config)

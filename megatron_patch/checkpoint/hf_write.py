@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_patch import translate
-from megatron_patch.checkpoint import output
-from megatron_patch.checkpoint.ledger import label
+from megatron_patch.checkpoint import output, stored
+from megatron_patch.checkpoint.ledger import label, slabs
 from megatron_patch.checkpoint.plan import plan
-from megatron_patch.checkpoint.recipe import File, Item, Piece
+from megatron_patch.checkpoint.recipe import File, Item
 from megatron_patch.checkpoint.safetensors_file import CODES
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,12 +31,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor to come, of the parameter ``owner``."""
+    """One tensor to come."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    owner: str
+    tensor: stored.Stored
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class HfTarget:
     """The folder ``out`` to be written: its files as a recipe, and what stands beside the tensors.
 
     ``hf_ref``: the folder whose tokenizer, generation config, chat template and remote code are copied, or None.
-    ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by name. Raises ValueError when ``out``
+    ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by parameter name. Raises ValueError when ``out``
     is there and not empty (``force``: replaced, if it holds nothing but a Hugging Face checkpoint).
     """
 
@@ -56,8 +56,7 @@ class HfTarget:
         self.out, self.config, self.dtype = output.place(out, hf_ref=hf_ref), config, dtype or config.dtype
         self.replace = _check_target(self.out, hf_ref, force)
         self.hf_ref = Path(hf_ref) if hf_ref is not None else None
-        specs = [Spec(name, (dtypes or {}).get(name, self.dtype), tuple(shape), label(place)) for place in plan(config.family, config)
-                 for name, shape in zip(place.names, place.part_shapes(config))]
+        specs = [Spec(t.name, (dtypes or {}).get(t.slabs[0][0], self.dtype), tuple(t.shape), t) for t in stored.tensors(config)]
         self.shards = _shards(specs, size_in_bytes(max_shard_size))
 
     @property
@@ -67,8 +66,9 @@ class HfTarget:
 
     def files(self) -> list[File]:
         """The safetensors files."""
+        owners = {name: label(place) for place in plan(self.config.family, self.config) for name in place.names}
         return [File(self.shard_name(number), tuple(
-            Item(spec.owner, spec.dtype, spec.nbytes, (Piece(spec.name, 0, spec.shape[0]),), head=b"" if place else _header(part))
+            Item(owners[spec.tensor.slabs[0][0]], spec.dtype, spec.nbytes, slabs(spec.tensor), head=b"" if place else _header(part))
             for place, spec in enumerate(part))) for number, part in enumerate(self.shards)]
 
     def complete(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class HfTarget:
 
 
 class HfWriter(HfTarget):
-    """A live model's way: ``add`` every tensor in plan order, then ``finish``. Nothing is visible at ``out`` before that."""
+    """A live model's way: ``add`` every tensor in the order of stored.tensors, then ``finish``; before that ``out`` is as it was."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -1,7 +1,8 @@
 """What both sides of a conversion hold, tensor by tensor: the lines of its certificate, each with the rows it consists of.
 
-A Hugging Face tensor is its own rows. A Megatron tensor is one layer's (and one expert's) parameter, whole and without vocabulary
-padding, so that its line is the same in every layout and format; it consists of rows of Hugging Face tensors in Megatron's order.
+A Hugging Face tensor is its own rows, or the slabs of the parameters that it holds. A Megatron tensor is one layer's (and one
+expert's) parameter, whole and without vocabulary padding, so that its line is the same in every layout and format; it consists of
+rows of Hugging Face tensors in Megatron's order.
 """
 
 import math
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_patch.checkpoint import stored
 from megatron_patch.checkpoint.plan import plan
-from megatron_patch.checkpoint.recipe import Piece
+from megatron_patch.checkpoint.recipe import Piece, Woven
 
 HF, MEGATRON = "hf", "megatron"
 
@@ -23,7 +25,7 @@ class Line:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Woven, ...]
 
     @property
     def nbytes(self) -> int:
@@ -36,16 +38,21 @@ class Line:
 
 
 def lines(source, config, hf_dtype, megatron_dtype) -> list[Line]:
-    """All tensors of both sides; ``hf_dtype(name)`` and ``megatron_dtype(placement)`` say how each side holds them."""
-    out = []
+    """All tensors of both sides; ``hf_dtype(parameter's name)`` and ``megatron_dtype(placement)`` say how each side holds them."""
+    out = [Line(HF, tensor.name, hf_dtype(tensor.slabs[0][0]), tuple(tensor.shape), slabs(tensor)) for tensor in stored.tensors(config)]
     for place in plan(config.family, config):
         shape = place.shape(config)
-        for name, part in zip(place.names, place.part_shapes(config)):
-            out.append(Line(HF, name, hf_dtype(name), part, (Piece(name, 0, part[0]),)))
         runs = place.slot.packing.runs(config, shape[0])
         pieces = merged(Piece(place.names[run.part], run.start, run.start + run.length) for run in runs)
         out.append(Line(MEGATRON, label(place), megatron_dtype(place), shape, pieces))
     return out
+
+
+def slabs(tensor: stored.Stored) -> tuple[Piece | Woven, ...]:
+    """What a tensor of a Hugging Face folder consists of."""
+    if tensor.view is None:
+        return (Piece(tensor.slabs[0][0], 0, tensor.shape[0]),)
+    return tuple(Woven(names, tensor.view) for names in tensor.slabs)
 
 
 def label(place) -> str:
@@ -53,11 +60,13 @@ def label(place) -> str:
     return place.slot.local.format(layer=place.layer, expert=place.expert)
 
 
-def merged(pieces) -> tuple[Piece, ...]:
+def merged(pieces) -> tuple[Piece | Woven, ...]:
     """``pieces`` with those that follow each other in one tensor joined."""
     out = []
     for piece in pieces:
-        if out and (out[-1].name, out[-1].last, out[-1].columns) == (piece.name, piece.first, piece.columns):
+        before = out[-1] if out else None
+        if isinstance(piece, Piece) and isinstance(before, Piece) and (before.name, before.last, before.columns) == (
+                piece.name, piece.first, piece.columns):
             out[-1] = out[-1]._replace(last=piece.last)
         else:
             out.append(piece)

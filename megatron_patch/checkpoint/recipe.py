@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint import stored
+from megatron_patch.family import View
+
 BLOCK = 4 << 20  # bytes of a block of rows that is held as a tensor
 
 
@@ -27,6 +30,10 @@ class Piece(NamedTuple):
     first: int
     last: int
     columns: tuple[int, int] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def spans(self, source) -> list | None:
         return source.spans(self.name, self.first, self.last) if self.columns is None else None
@@ -41,6 +48,19 @@ class Piece(NamedTuple):
             yield rows if self.columns is None else rows[:, slice(*self.columns)].contiguous()
 
 
+class Woven(NamedTuple):
+    """One slab of a tensor that holds several parameters, of ``names``, as ``view`` says (stored.py)."""
+
+    names: tuple[str, ...]
+    view: View
+
+    def spans(self, source) -> None:
+        return None
+
+    def blocks(self, source) -> Iterator[Tensor]:
+        yield stored.join([source.rows(name) for name in self.names], self.view)[None]
+
+
 @dataclass(frozen=True)
 class Item:
     """One tensor of a file, or consecutive rows of one: ``head``, then the pieces as ``dtype``, ``zeros`` bytes and ``tail``.
@@ -51,7 +71,7 @@ class Item:
     owner: str
     dtype: torch.dtype
     nbytes: int  # between head and tail
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Woven, ...]
     zeros: int = 0
     head: bytes = b""
     tail: bytes = b""

@@ -69,13 +69,16 @@ class SafetensorsFile:
         row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
         return self._fill(torch.empty((stop - start, *shape[1:]), dtype=entry.dtype), offset + start * row_bytes)
 
-    def columns(self, name: str, start: int, stop: int) -> Tensor:
-        """Columns [start, stop) of a matrix; only their bytes are read."""
-        entry = self.entries[name]
-        out = torch.empty((entry.shape[0], stop - start), dtype=entry.dtype)
-        skip = entry.offset + start * entry.dtype.itemsize
-        for row in range(entry.shape[0]):
-            self._fill(out[row], skip + row * entry.row_bytes)
+    def columns(self, name: str, start: int, stop: int, index: int | None = None) -> Tensor:
+        """Columns [start, stop) of a matrix, of slab ``index`` of a 3-D tensor when given; only their bytes are read."""
+        rows, width = self.entries[name].shape[-2:]
+        if (start, stop) == (0, width):
+            return self.rows(name, index=index)
+        entry, size = self.entries[name], self.entries[name].dtype.itemsize
+        out = torch.empty((rows, stop - start), dtype=entry.dtype)
+        skip = entry.offset + start * size + (index or 0) * entry.row_bytes
+        for row in range(rows):
+            self._fill(out[row], skip + row * width * size)
         return out
 
     def _fill(self, out: Tensor, offset: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron_patch.own import used
 
+CLAMPED = ("softmax_type", "glu_linear_offset", "activation_func_clamp_value")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 DELTA = ("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
          "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate")
@@ -17,14 +18,14 @@ SAME_NAME = (
     "add_qkv_bias", "qk_layernorm", "normalization", "attention_dropout", "hidden_dropout", "init_method_std", "moe_layer_freq",
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale",
+    "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale", *CLAMPED,
     *LATENT, *DELTA, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
 CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, *DELTA[2:], "moe_router_num_groups", "moe_router_group_topk", "mscale",
-    "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
+    "norm_epsilon", "layernorm_epsilon", "vocab_size", *CLAMPED, *LATENT, *DELTA[2:], "moe_router_num_groups", "moe_router_group_topk",
+    "mscale", "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
 UNSET = object()
 
 

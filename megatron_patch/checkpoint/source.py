@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint import mxfp4, stored
 from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.family import View
 
 LOG = logging.getLogger(__name__)
 SHOWN = 8
@@ -20,13 +22,14 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @dataclass(frozen=True)
 class Location:
     """``shape`` from row ``first`` of ``name``, of its slab ``expert`` when that is not None; ``stored`` is the whole shape
-    that ``name`` must have."""
+    that ``name`` must have. With a ``view`` it lies scattered over the slab, as that says."""
 
     name: str
     shape: tuple[int, ...]
     stored: tuple[int, ...]
     first: int = 0
     expert: int | None = None
+    view: View | None = None
 
 
 class Source:
@@ -37,16 +40,18 @@ class Source:
     """
 
     def __init__(self, reader, family, config):
-        self.reader, self.family, self.config = reader, family, config
-        self._have = set(reader.names())
+        self.reader, self.family, self.config = mxfp4.opened(reader), family, config
+        self._have = set(self.reader.names())
         self._base = _base(family)
+        self._last: tuple = (None, 0, 0, None)
         self._at: dict[str, Location] = {}
         self._missing: list[tuple[Placement, str]] = []
         for place in plan(family, config):
             for name, template, shape in zip(place.names, place.templates, place.part_shapes(config)):
                 found = self._find(name, template, place, shape)
                 if found is None:
-                    self._missing.append((place, name))
+                    view = family.alternatives.get(template) if family.stored else None
+                    self._missing.append((place, view.name.format(layer=place.layer) if view else name))
                 else:
                     self._at[name] = found
 
@@ -70,6 +75,8 @@ class Source:
         """Rows [start, stop) of canonical ``name``."""
         at = self.locate(name)
         stop = at.shape[0] if stop is None else stop
+        if at.view is not None:
+            return self._scattered(at, start, stop).contiguous()
         return self.reader.rows(at.name, at.first + start, at.first + stop, at.expert)
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
@@ -77,13 +84,15 @@ class Source:
         at = self.locate(name)
         if at.shape == at.stored:
             return self.reader.columns(at.name, start, stop)
+        if at.view is not None and at.view.transposed:
+            return stored.part(self.reader.rows(at.name, start, stop, at.expert), at.view).contiguous()
         return self.rows(name)[:, start:stop].contiguous()
 
     def spans(self, name: str, first: int, last: int) -> list | None:
         """[(file, offset, bytes)] of rows [first, last) of canonical ``name``, None when they lie in no file in one piece."""
         at = self.locate(name)
         base = self.reader.span(at.name)
-        if base is None:
+        if base is None or at.view is not None:
             return None
         row = math.prod(at.shape[1:]) * self.dtype(name).itemsize
         skip = at.first + first + (at.expert * at.stored[1] if at.expert is not None else 0)
@@ -93,6 +102,24 @@ class Source:
         """The files that hold the tensors."""
         return self.reader.files()
 
+    def _scattered(self, at: Location, start: int, stop: int) -> Tensor:
+        """Rows of a tensor with a view: of the columns of its slab when transposed, every ``parts``-th one when interleaved."""
+        view = at.view
+        low, high = (start * view.parts, stop * view.parts) if view.interleaved else (at.first + start, at.first + stop)
+        held = self._held(at, low, high)
+        return held[view.part::view.parts] if view.interleaved else held
+
+    def _held(self, at: Location, low: int, high: int) -> Tensor:
+        """Rows [low, high) of a slab, transposed when ``at`` says so. The last ones are kept, since the other parts are among them; of a
+        slab that is asked for again, all are read."""
+        key, (last, first, until, kept) = (at.name, at.expert), self._last
+        if last != key or low < first or until < high:
+            first, until = (low, high) if last != key else (0, at.stored[-1 if at.view.transposed else -len(at.shape)])
+            kept = self.reader.columns(at.name, first, until, at.expert).t() if at.view.transposed else self.reader.rows(
+                at.name, first, until, at.expert)
+            self._last = key, first, until, kept
+        return kept[low - first:high - first]
+
     def _find(self, name, template, place, shape) -> Location | None:
         for candidate in self._spellings(name):
             if candidate in self._have:
@@ -100,12 +127,11 @@ class Source:
         view = self.family.alternatives.get(template)
         if view is None:
             return None
-        stored = (shape[0] * view.parts, *shape[1:])
-        if view.stacked:
-            stored = (self.config.num_moe_experts, *stored)
+        whole = stored.held_shape(shape, view, self.config.get("num_moe_experts"))
+        scattered = view if view.transposed or view.interleaved else None
         for candidate in self._spellings(view.name.format(layer=place.layer, expert=place.expert)):
             if candidate in self._have:
-                return Location(candidate, shape, stored, view.part * shape[0], place.expert if view.stacked else None)
+                return Location(candidate, shape, whole, view.part * shape[0], place.expert if view.stacked else None, scattered)
         return None
 
     def _spellings(self, name):
@@ -148,8 +174,8 @@ class Source:
         return layer is not None and self.config.num_layers <= int(layer[1]) < last
 
     def _lacking(self):
-        lines = [f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing]
-        return shorten(lines, "missing")
+        lines = dict.fromkeys(f"lacks '{name}' (slot '{place.key}'){self._why(place)}" for place, name in self._missing)
+        return shorten(list(lines), "missing")
 
     def _why(self, place) -> str:
         if place.key == "head":

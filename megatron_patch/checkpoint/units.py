@@ -38,7 +38,7 @@ def cut(files: list[File], lines: list[Line]) -> list[Unit | Rest]:
     """All units in file order, then what is left to hash."""
     by_name = defaultdict(list)
     for line in lines:
-        for name in {piece.name for piece in line.pieces}:
+        for name in names_of(line):
             by_name[name].append(line)
     units, done = [], set()
     for file in files:
@@ -51,6 +51,11 @@ def cut(files: list[File], lines: list[Line]) -> list[Unit | Rest]:
             at += units[-1].length
     left = {line.key: line for line in lines if line.key not in done}
     return units + [Rest(tuple(part)) for part in _portions(list(left.values()))]
+
+
+def names_of(line: Line) -> set[str]:
+    """The parameters that a line consists of."""
+    return {name for piece in line.pieces for name in piece.names}
 
 
 def _groups(items):
@@ -71,12 +76,13 @@ def _groups(items):
 def _passing(items, by_name):
     """The lines all of whose bytes pass by in order when ``items`` are written."""
     pieces = [piece for item in items for piece in item.pieces]
-    names = dict.fromkeys(piece.name for piece in pieces)
+    names = dict.fromkeys(name for piece in pieces for name in piece.names)
     of_name = defaultdict(list)
     for number, piece in enumerate(pieces):
-        of_name[piece.name].append(number)
+        for name in piece.names:
+            of_name[name].append(number)
     for line in {id(line): line for name in names for line in by_name.get(name, ())}.values():
-        mine = sorted(number for name in {piece.name for piece in line.pieces} for number in of_name.get(name, ()))
+        mine = sorted({number for name in names_of(line) for number in of_name.get(name, ())})
         if merged(pieces[number] for number in mine) == merged(line.pieces):
             yield line
 

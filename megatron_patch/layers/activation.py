@@ -5,7 +5,9 @@ Upstream's unfused expression makes seven and keeps three tensors (megatron/core
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from megatron_patch.layers.sharded import Sharded
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -26,7 +28,7 @@ class _SwiGLU(torch.autograd.Function):
         return d_x
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Sharded):
     """silu(x[..., :n]) * x[..., n:] of [..., 2n]; the place in upstream's spec is MLPSubmodules.activation_func."""
 
     def __init__(self, config=None):
@@ -35,10 +37,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2n] -> [..., n]."""
         return _SwiGLU.apply(x)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Nothing to store; upstream's MLP.sharded_state_dict asks every child for one."""
-        return {}
 
 
 def is_plain_swiglu(config) -> bool:

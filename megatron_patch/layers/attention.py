@@ -37,8 +37,6 @@ class CoreAttention(MegatronModule):
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         self.window = tuple(config.window_size) if slides else None
         self.flash = flash.kernels(config)
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise ValueError(f"softmax_type '{config.softmax_type}' has no native attention; expected 'vanilla'.")
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None, **_):

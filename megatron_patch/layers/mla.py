@@ -4,8 +4,6 @@ Upstream's local spec shards these projections by columns and then loses the sum
 shared rotary key (megatron/core/transformer/multi_latent_attention.py): losses drift from step 2 on.
 """
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +12,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from megatron_patch.layers.norm import Norm
+from megatron_patch.layers.sharded import Sharded
+from megatron_patch.platform.ledger import lent
 
 
 class SumGradient(torch.autograd.Function):
@@ -60,7 +60,7 @@ class LatentAttention(MLASelfAttention):
         return vars(submodules)
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(Sharded):
     """y = x W^T with the whole W on every TP rank; x [s, b, in] -> ([s, b, out], None).
 
     The last ``qk_pos_emb_head_dim`` columns of the key/value projection feed every rank's heads directly, so their
@@ -85,14 +85,7 @@ class ReplicatedLinear(nn.Module):
             out = torch.cat([own, SumGradient.apply(shared, parallel_state.get_tensor_model_parallel_group())], dim=-1)
         return out, None
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Replicated over TP: one rank's copy is saved. Source: core transformer/utils.py."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets)
-
-
-@contextlib.contextmanager
 def replicated_projections():
     """While a native model is built: let upstream's attention accept :class:`ReplicatedLinear` where it compares with TELinear.
 
@@ -100,12 +93,7 @@ def replicated_projections():
     """
     from megatron.core.transformer import multi_latent_attention as mla
 
-    kept = mla.TELinear
-    mla.TELinear = ReplicatedLinear
-    try:
-        yield
-    finally:
-        mla.TELinear = kept
+    return lent(mla, TELinear=ReplicatedLinear)
 
 
 def set_latents(model, table, factor: float, epsilon: float | None) -> None:

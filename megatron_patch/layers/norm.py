@@ -33,19 +33,26 @@ class _RMSNormInFewPasses(torch.autograd.Function):
         return d_x.addcmul_(x, share_T.view(scale.shape), value=-1).mul_(scale), d_weight_H, None
 
 
-class RMSNorm(nn.Module):
+class _Scaled(nn.Module):
+    """What both norms have: eps, and vectors [hidden] that are the same on every TP rank. A zero-centred weight begins at 0."""
+
+    vectors = ("weight",)
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps, self.zero_centered = eps, bool(config.layernorm_zero_centered_gamma)
+        for name in self.vectors:
+            fill = torch.zeros if self.zero_centered or name == "bias" else torch.ones
+            vector = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            vector.sequence_parallel = config.sequence_parallel
+            self.register_parameter(name, vector)
+
+
+class RMSNorm(_Scaled):
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis, the statistics in fp32 as Hugging Face does it.
 
     Input and output [..., hidden]; the output has the weight's dtype. Source: transformers LlamaRMSNorm.
     """
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__()
-        self.eps = eps
-        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
-        fill = torch.zeros if self.zero_centered else torch.ones
-        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         weight = self.weight + 1 if self.zero_centered else self.weight
@@ -58,17 +65,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x_SBH.float(), weight.shape, None, self.eps).to(weight.dtype) * weight
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Scaled):
     """(x - mean) / sqrt(var + eps) * w + b over the last axis; [..., hidden] in and out."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__()
-        self.eps = eps
-        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
-        fill = torch.zeros if self.zero_centered else torch.ones
-        kind = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight, self.bias = nn.Parameter(fill(hidden_size, **kind)), nn.Parameter(torch.zeros(hidden_size, **kind))
-        self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
+    vectors = ("weight", "bias")
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         weight = self.weight + 1 if self.zero_centered else self.weight

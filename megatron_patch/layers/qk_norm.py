@@ -9,12 +9,16 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from megatron_patch.layers.sharded import Sharded
 
-class WideNorm(nn.Module):
+
+class WideNorm(Sharded):
     """y = x / sqrt(mean(x^2) + eps) * w, the mean over all heads of all tensor-parallel ranks; [s, b, n, d] in and out.
 
     The weight is sharded with its ``heads``. Source: transformers models/olmo2, Olmo2Attention.
     """
+
+    tp_axes = {"weight": 0}
 
     def __init__(self, config, heads: int):
         super().__init__()
@@ -33,12 +37,6 @@ class WideNorm(nn.Module):
             squares = collective.all_reduce(squares, group=self.group)
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return normed.to(self.weight.dtype) * self.weight.view(x_SBND.shape[-2:])
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Sharded along its only axis. Source: core transformer/utils.py."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
 
 
 class WideNormAttention(SelfAttention):

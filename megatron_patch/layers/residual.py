@@ -4,6 +4,8 @@ The sums stand in upstream's place for "bias, dropout, add": a module there is c
 function (output with bias, residual, dropout rate) -> sum. Source: megatron/core/transformer/transformer_layer.py.
 """
 
+from functools import partial
+
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -11,36 +13,39 @@ from torch import Tensor, nn
 from megatron_patch.layers.norm import Norm
 
 
-class NormedSum(nn.Module):
-    """residual + dropout(norm(x + bias)); [s, b, h]. Source: transformers Glm4DecoderLayer, Gemma2DecoderLayer, Olmo2DecoderLayer."""
+class _Sum(nn.Module):
+    """``add(x, residual, drop)`` of a subclass, x [s, b, h] with its bias, ``drop`` being dropout."""
+
+    def forward(self, training: bool, fused: bool):
+        """The function that adds."""
+
+        def add(x_with_bias, residual_SBH: Tensor, rate: float) -> Tensor:
+            x_SBH, bias_H = x_with_bias
+            return self.add(x_SBH if bias_H is None else x_SBH + bias_H, residual_SBH, partial(F.dropout, p=rate, training=training))
+
+        return add
+
+
+class NormedSum(_Sum):
+    """residual + dropout(norm(x)). Source: transformers Glm4DecoderLayer, Gemma2DecoderLayer, Olmo2DecoderLayer."""
 
     def __init__(self, config):
         super().__init__()
         self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, training: bool, fused: bool):
-        """The function that adds."""
-
-        def add(x_with_bias, residual_SBH: Tensor, rate: float) -> Tensor:
-            return residual_SBH + F.dropout(self.norm(_biased(*x_with_bias)), rate, training)
-
-        return add
+    def add(self, x_SBH, residual_SBH, drop) -> Tensor:
+        return residual_SBH + drop(self.norm(x_SBH))
 
 
-class ScaledNormSum(nn.Module):
-    """alpha * n(x) + dropout(sublayer(n(x)) + bias), n the norm before the sublayer. Source: ChatGLM-6B's GLMBlock."""
+class ScaledNormSum(_Sum):
+    """alpha * n(x) + dropout(sublayer(n(x))), n the norm before the sublayer. Source: ChatGLM-6B's GLMBlock."""
 
     def __init__(self, config):
         super().__init__()
         self.alpha, self.kept = config.residual_alpha, []
 
-    def forward(self, training: bool, fused: bool):
-        """The function that adds."""
-
-        def add(x_with_bias, residual_SBH: Tensor, rate: float) -> Tensor:
-            return self.alpha * self.kept.pop() + F.dropout(_biased(*x_with_bias), rate, training)
-
-        return add
+    def add(self, x_SBH, residual_SBH, drop) -> Tensor:
+        return self.alpha * self.kept.pop() + drop(x_SBH)
 
 
 class ScaledNormLayer(TransformerLayer):
@@ -65,7 +70,3 @@ class ParallelLayer(TransformerLayer):
 
         self.input_layernorm.register_forward_hook(keep)
         self.pre_mlp_layernorm.register_forward_pre_hook(lambda module, inputs: (kept.pop("x"),))
-
-
-def _biased(x_SBH: Tensor, bias_H: Tensor | None) -> Tensor:
-    return x_SBH if bias_H is None else x_SBH + bias_H

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_patch.layers.config import own
+from megatron_patch.platform.ledger import lent
 
 
 class Router(TopKRouter):
@@ -25,7 +26,8 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, *args, **kwargs):
         best = own(self.config, "router_group_best")
-        with _group_scores(best) if best else contextlib.nullcontext():
+        # a group's score is ours; Source: core moe_utils.py, topk_routing_with_score_function
+        with lent(moe_utils, group_limited_topk=partial(limited_topk, best=best)) if best else contextlib.nullcontext():
             return super().routing(logits, *args, **kwargs)
 
     def _apply(self, fn, *args, **kwargs):
@@ -35,17 +37,6 @@ class Router(TopKRouter):
         if kept is not None and self.expert_bias.dtype != kept.dtype:
             self.expert_bias = kept.to(self.expert_bias.device)
         return self
-
-
-@contextlib.contextmanager
-def _group_scores(best: int):
-    """While routing: a group's score is ours. Source: core moe_utils.py, topk_routing_with_score_function."""
-    kept = moe_utils.group_limited_topk
-    moe_utils.group_limited_topk = partial(limited_topk, best=best)
-    try:
-        yield
-    finally:
-        moe_utils.group_limited_topk = kept
 
 
 def limited_topk(scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int, *, best: int):

@@ -1,4 +1,4 @@
-"""Core attention whose scores are more than q k^T * scale: linear position biases (ALiBi) and soft caps.
+"""Core attention whose scores are more than q k^T * scale: linear position biases (ALiBi), soft caps, sinks.
 
 Shape suffixes: S query length, K key length, B batch, N heads, G key/value groups, D head dim.
 """
@@ -7,11 +7,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from torch import Tensor
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor, nn
 
 from megatron_patch.layers.attention import CoreAttention
 from megatron_patch.layers.masks import visible
+from megatron_patch.layers.sharded import Sharded
 
 
 def slopes(heads: int) -> Tensor:
@@ -33,11 +34,12 @@ class _Masked(CoreAttention):
         self.flash = None
 
     def _seen(self, q_SBND, k_KBGD, mask, is_causal) -> Tensor:
+        """[b or 1, 1, s, k]."""
         s, k = q_SBND.shape[0], k_KBGD.shape[0]
         if mask is None:
             at = torch.arange(k, device=q_SBND.device)
             mask = visible(at[k - s:], at, causal=is_causal, window=None)
-        return mask
+        return mask.reshape(-1, 1, *mask.shape[-2:])
 
 
 class AlibiAttention(_Masked):
@@ -75,3 +77,24 @@ class SoftcapAttention(_Masked):
         share = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
         out = self._dropping(lambda: F.dropout(share, self.dropout, self.training)) @ v
         return out.permute(2, 0, 1, 3)
+
+
+class SinkAttention(Sharded, _Masked):
+    """Each head's softmax has one more score, ``softmax_offset``, learnable or 0 as softmax_type says: a key that every query sees and
+    whose value is 0. Source: core fusions/fused_softmax.py, SoftmaxOne; transformers models/gpt_oss, eager_attention_forward."""
+
+    tp_axes = {"softmax_offset": 0}
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(config.init_method(self.softmax_offset))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def _sdpa(self, q_SBND, k_KBGD, v_KBGD, mask, is_causal):
+        hidden, (k, v) = ~self._seen(q_SBND, k_KBGD, mask, is_causal), (F.pad(t, (0, 0, 0, 0, 0, 0, 0, 1)) for t in (k_KBGD, v_KBGD))
+        bias = torch.zeros_like(hidden, dtype=q_SBND.dtype).masked_fill_(hidden, float("-inf")).expand(-1, q_SBND.shape[2], -1, -1)
+        sinks = self.softmax_offset.to(bias.dtype).view(1, -1, 1, 1).expand(*bias.shape[:-1], 1)
+        return super()._sdpa(q_SBND, k, v, torch.cat([bias, sinks], -1), False)

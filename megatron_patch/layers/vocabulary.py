@@ -1,6 +1,7 @@
 """Vocabulary padding: rows that exist for divisibility only must stay outside the softmax."""
 
 import torch
+from megatron.core import parallel_state
 
 
 def hide_padding(output_layer, vocab_size: int, padded: int) -> None:
@@ -14,7 +15,7 @@ def hide_padding(output_layer, vocab_size: int, padded: int) -> None:
         if not isinstance(logits, torch.Tensor):
             return None  # hidden states on their way to the chunked loss, which leaves padded rows out itself
         width = logits.shape[-1]
-        first = 0 if width == padded else _rank(module) * width
+        first = 0 if width == padded else parallel_state.get_tensor_model_parallel_rank() * width
         real = min(max(vocab_size - first, 0), width)
         if real < width:
             fill = logits.new_full((*logits.shape[:-1], width - real), torch.finfo(logits.dtype).min)
@@ -22,9 +23,3 @@ def hide_padding(output_layer, vocab_size: int, padded: int) -> None:
         return (logits, *rest)
 
     output_layer.register_forward_hook(hide)
-
-
-def _rank(module) -> int:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_rank()

@@ -15,6 +15,7 @@ import torch
 from megatron_patch.optim.adam import FusedAdam
 from megatron_patch.optim.chained import ChainedOptimizer
 from megatron_patch.optim.distributed import DistributedOptimizer
+from megatron_patch.platform.ledger import lent
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -50,13 +51,8 @@ def stand_ins():
 def upstream_classes():
     """Lend megatron.core.optimizer our classes inside the block. Entered twice it lends once; left, all is as before."""
     with _lock:
-        lent = {name: value for name, value, _ in stand_ins()}
-        before = {name: getattr(upstream, name) for name in lent}
-        try:
-            vars(upstream).update(lent)
+        with lent(upstream, **{name: value for name, value, _ in stand_ins()}):
             yield
-        finally:
-            vars(upstream).update(before)
 
 
 def check_options(use_precision_aware_optimizer=False, optimizer_cpu_offload=False, optimizer_cuda_graph=False, **_):

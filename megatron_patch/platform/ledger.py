@@ -3,6 +3,7 @@
 A row's target is `module:attribute.path`, `sys.modules:NAME`, `os.environ:NAME` or `logging.filter:LOGGER`. A row for a module of
 `megatron.` is applied when that module is imported, so a process that never imports it pays nothing."""
 
+import contextlib
 import importlib
 import importlib.machinery
 import logging
@@ -14,6 +15,17 @@ from typing import Any
 
 MISSING = type("MISSING", (), {"__repr__": lambda self: "MISSING", "__bool__": lambda self: False})()
 SKIP = object()  # returned by a row's `make` to leave the target as it is
+
+
+@contextlib.contextmanager
+def lent(module, **values):
+    """Inside the block ``values`` are what is found in ``module`` under their names; then all is as before."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import pytest
 
 CASES = ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "phi3", "glm", "starcoder2", "deepseek_v2", "deepseek_v3",
          "moonlight", "glm4_moe", "glm4", "gemma2", "olmo2", "bloom", "falcon", "falcon_40b", "falcon_rw", "gpt_bigcode", "opt",
-         "baichuan", "baichuan2_13b", "qwen", "chatglm3", "internlm2", "chatglm", "glm_130b", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+         "baichuan", "baichuan2_13b", "qwen", "chatglm3", "internlm2", "chatglm", "glm_130b", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+         "gpt_oss")
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,8 @@ def _in_layer(rest, at, hf, sizes, ranks):
     if rest.startswith("self_attention.linear_qkv."):
         groups = [part.unflatten(0, (sizes["groups"], -1)) for part in _qkv(hf, at, kind, sizes)]  # [groups, heads * dim, ...]
         return torch.cat(groups, 1).chunk(tp)[rank].flatten(0, 1)
+    if rest == "self_attention.core_attention.softmax_offset":
+        return hf[at + "self_attn.sinks"].chunk(tp)[rank]
     if rest.startswith("self_attention.linear_proj."):
         whole = hf[at + NAMES["o"] + "." + kind]
         return whole.chunk(tp, 1)[rank] if kind == "weight" else whole
@@ -108,6 +110,8 @@ def _delta(name, at, hf, tp, rank):
 
 def _mlp(rest, at, hf, sizes, ranks):
     tp, rank = ranks["tp"], ranks["tp_rank"]
+    if at + "mlp.router.bias" in hf:
+        return _fused_experts(rest, at, hf, sizes, ranks)
     moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in hf else "mlp.")
     if rest == "mlp.router.weight":
         return hf[moe + "gate.weight"]
@@ -127,6 +131,20 @@ def _mlp(rest, at, hf, sizes, ranks):
     if at + "mlp.shared_experts.up_proj.weight" not in hf:  # the plural is DeepSeek's
         where = where.replace("shared_experts", "shared_expert")
     return _glu_or_down(which, at + where, hf, tp, rank)
+
+
+def _fused_experts(rest, at, hf, sizes, ranks):
+    """gpt_oss: x @ gate_up [experts, hidden, 2 width] with gate in the even columns; then @ down [experts, width, hidden]."""
+    if rest.startswith("mlp.router."):
+        return hf[at + rest]
+    number, layer, kind = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", rest).groups()
+    name = "gate_up_proj" if layer == "linear_fc1" else "down_proj"
+    whole = hf[f"{at}mlp.experts.{name}{'_bias' if kind == 'bias' else ''}"]
+    one = whole[ranks["ep_rank"] * (sizes["experts"] // ranks["ep"]) + int(number)]
+    if layer == "linear_fc1":
+        gate, up = one[..., 0::2], one[..., 1::2]
+        return torch.cat([half.t().chunk(ranks["etp"])[ranks["etp_rank"]] for half in (gate, up)])
+    return one.chunk(ranks["etp"])[ranks["etp_rank"]].t() if kind == "weight" else one
 
 
 def _glu_or_down(which, at, hf, tp, rank):

@@ -17,10 +17,12 @@ LAYOUTS = {
         "ep2": dict(expert_model_parallel_size=2)},
     4: {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
 }
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe", "qwen3_next", "qwen3_5_moe")
-SAVED = {1: [("qwen3", "one"), ("qwen2_moe", "one"), ("moonlight", "one")],
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "moonlight", "glm4_moe", "qwen3_next", "gpt_oss",
+       "qwen3_5_moe")
+SAVED = {1: [("qwen3", "one"), ("qwen2_moe", "one"), ("moonlight", "one"), ("gpt_oss", "one")],
          2: [("llama", "tp2"), ("qwen2_tied", "pp2vpp2"), ("qwen2_moe", "pp2"), ("qwen3_moe", "ep2"), ("mixtral", "tp2"),
-             ("deepseek_v3", "tp2"), ("deepseek_v2", "pp2"), ("glm4_moe", "ep2"), ("qwen3_next", "tp2"), ("qwen3_5", "tp2")]}
+             ("deepseek_v3", "tp2"), ("deepseek_v2", "pp2"), ("glm4_moe", "ep2"), ("qwen3_next", "tp2"), ("qwen3_5", "tp2"),
+             ("gpt_oss", "tp2"), ("gpt_oss", "ep2")]}
 STOCK = {1: [(name, "one") for name in ("llama", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")],
          2: [(name, kind) for name in ("llama", "qwen2_tied", "qwen2_moe", "mixtral") for kind in ("tp2", "pp2")]}
 

@@ -38,7 +38,7 @@ def test_transformers_loads_the_export(hf, megatron, tmp_path):
     """from_pretrained takes the exported folder with no missing, unexpected or mismatched key (B24, B25)."""
     import transformers
 
-    for case in ("mixtral", "qwen2_tied"):
+    for case in ("mixtral", "qwen2_tied", "gpt_oss"):
         convert.megatron_to_hf(megatron[case], hf[case], tmp_path / case).run()
         _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / case, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -43,6 +43,12 @@ CONFIGS = {
         vocab_size=129280, max_position_embeddings=163840, rms_norm_eps=1e-6, hidden_act="silu", rope_theta=10000,
         tie_word_embeddings=False, rope_scaling=dict(
             type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)),
+    "gpt-oss-120b": dict(
+        model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        hidden_act="silu", sliding_window=128, swiglu_limit=7.0, attention_bias=True, tie_word_embeddings=False, rope_theta=150000,
+        layer_types=["sliding_attention", "full_attention"] * 18, rope_scaling=dict(
+            rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)),
     "glm-130b": dict(
         model_type="glm130b", hidden_size=12288, inner_hidden_size=32768, num_layers=70, num_attention_heads=96, vocab_size=150528,
         max_sequence_length=2048, layernorm_epsilon=1e-5, bos_token_id=150004, gmask_token_id=150001, mask_token_id=150000,

@@ -14,7 +14,8 @@ JOBS = {
     "llama-405b": ("llama", dict(TP=8, PP=8, EXTRA=STAGES)), "falcon-40b": ("falcon", {}), "falcon-180b": ("falcon", dict(PP=8)),
     "bloom-176b": ("bloom", {}), "galactica-120b": ("galactica", dict(PP=8)), "gemma-2-27b": ("gemma", dict(TP=8)),
     "baichuan2-13b": ("baichuan", {}), "glm-130b": ("chatglm", dict(TP=8, PP=8, SEQ=2048, EXTRA=STAGES)),
-    "deepseek-v3": ("deepseek", dict(PP=8, EP=8, EXTRA="--decoder-last-pipeline-num-layers 5"))}
+    "deepseek-v3": ("deepseek", dict(PP=8, EP=8, EXTRA="--decoder-last-pipeline-num-layers 5")),
+    "gpt-oss-120b": ("gpt_oss", dict(PP=4, EP=16))}
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_big_models_run_dry_on_64_ranks(recorded, tmp_path):  # noqa: F811
         sizes[name] = big_models.write(name, tmp_path / name)
         lines += recorded(ROOT / f"examples/{folder}/pretrain.sh", MODEL=tmp_path / name, DRY_RUN=1, NODES=8, **settings)
     known = {"bloom-176b": 176_247_271_424, "llama-405b": 405_853_388_800, "deepseek-v3": 671_026_419_200}  # as published
-    assert {name: sizes[name] for name in known} == known
+    assert {name: sizes[name] for name in known} == known and round(sizes["gpt-oss-120b"] / 1e9, 2) == 116.83
     for name, line, (code, printed) in zip(JOBS, lines, replay(lines, 250), strict=True):
         assert code == 0, f"{name}: {line}\n{printed}"
         assert "64 ranks" in printed and "every tensor is there, with its shape" in printed

@@ -23,7 +23,7 @@ MODELS = {
     "starcoder": (["starcoder2", "gpt_bigcode", "gpt_bigcode_mha"], DENSE), "galactica": (["opt"], DENSE),
     "gemma": (["gemma2", "gemma", "gemma3"], DENSE), "phi": (["phi3", "phi3_long", "phi4_mini"], DENSE),
     "olmo": (["olmo2", "olmoe"], dict(TP=2, PP=2, EP=4)),
-    "internlm": (["internlm2"], DENSE)}
+    "internlm": (["internlm2"], DENSE), "gpt_oss": (["gpt_oss"], dict(TP=2, PP=2, EP=4))}
 JOBS = ("pretrain", "convert", "verify")
 LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length", "model_max_length")  # how config.json calls it
 WITH_SLURM = ("llama", "qwen", "mixtral")

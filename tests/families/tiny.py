@@ -102,6 +102,9 @@ CASES = {
     "internlm2": ("InternLM2", {}),
     "chatglm": ("ChatGLM", {}),
     "glm_130b": ("GLM130B", {}),
+    "gpt_oss": ("GptOssConfig", dict(
+        head_dim=16, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, sliding_window=24, swiglu_limit=1.0,
+        **_scaled("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=1.0, truncate=False))),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=None)),
 }
 FIRST = ("llama", "llama_tied", "llama_bias", "llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "qwen2", "qwen2_tied",
@@ -116,7 +119,7 @@ REFERENCES = {"Baichuan": "baichuan:Baichuan", "Baichuan13B": "baichuan:Baichuan
               "ChatGLM": "chatglm:ChatGLM", "GLM130B": "glm130b:GLM130B"}
 HF_CASES = [case for case in CASES if CASES[case][0] not in REFERENCES]
 MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight", "glm4_moe", "olmoe",
-       "qwen3_next", "qwen3_5_moe")
+       "qwen3_next", "qwen3_5_moe", "gpt_oss")
 
 
 def config(case: str, **overrides):

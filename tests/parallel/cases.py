@@ -107,7 +107,9 @@ def REFUSED(folders) -> dict:  # noqa: N802
         spec.block_spec(transformer_config(load_config(folders[case]).replace(**fields)), layer_impl)
 
     again = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
-    return dict(stock=(spec.bloom, None), layernorm=(lambda: build("falcon", **again),), wide=(lambda: check("olmo2", 4),),
+    cut = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    return dict(stock=(spec.bloom, None), stock_biases=(spec.gpt_oss, None), te_biases=(lambda: build("gpt_oss", "te", **cut),),
+                layernorm=(lambda: build("falcon", **again),), wide=(lambda: check("olmo2", 4),),
                 prefix=(lambda: check("chatglm", context_parallel_size=2),), learned=(lambda: check("opt", seq_length=129),),
                 pad=(lambda: check("qwen3_moe", moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type="allgather"),),
                 delta_te=(lambda: build_delta("te"),), delta_heads=(lambda: check("qwen3_next", 2, linear_num_key_heads=3),),

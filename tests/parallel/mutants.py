@@ -32,9 +32,11 @@ class Mutants:
         if self.config.get("gated_linear_unit"):
             swapped = {k: torch.cat(v.chunk(2)[::-1]) for k, v in self.state.items() if "linear_fc1.weight" in k}
             out["gate and up exchanged"] = self.measure(weights=swapped)
-        biases = {k: torch.zeros_like(v) for k, v in self.state.items() if k.endswith(".bias") and "linear_" in k}
-        if biases:
-            out["no biases"] = self.measure(weights=biases)
+        biases = {k: torch.zeros_like(v) for k, v in self.state.items() if k.endswith(".bias") and ("linear_" in k or "router." in k)}
+        for what in ("", " of experts", " of routers"):
+            some = {k: v for k, v in biases.items() if {"": "", " of experts": ".experts.", " of routers": ".router."}[what] in k}
+            if some:
+                out[f"no biases{what}"] = self.measure(weights=some)
         return out
 
     def of_delta(self) -> dict:
@@ -78,7 +80,8 @@ class Mutants:
         from megatron_patch.own import Own
 
         usual = {f.name: f.default for f in dataclasses.fields(Own)} | {
-            "layernorm_zero_centered_gamma": False, "window_size": None, "qk_layernorm": False}
+            "layernorm_zero_centered_gamma": False, "window_size": None, "qk_layernorm": False, "softmax_type": "vanilla",
+            "glu_linear_offset": 0.0, "activation_func_clamp_value": None}
         usual.pop("embedding_dropout")  # dropout is off in all models here
         return {f"no {name}": self.measure({name: value}) for name, value in usual.items() if self.config.get(name, value) != value}
 

@@ -206,6 +206,8 @@ def sensitivity(folders: dict) -> dict:
         changes = {"rope_theta": dataclasses.replace(rope, theta=rope.theta * 1.5)} if config.position_embedding_type == "rope" else {}
         numbers = [k for k, v in rope.scaling.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
         changes |= {k: dataclasses.replace(rope, scaling={**rope.scaling, k: rope.scaling[k] * 2}) for k in numbers}
+        switches = [k for k, v in rope.scaling.items() if isinstance(v, bool)]
+        changes |= {k: dataclasses.replace(rope, scaling={**rope.scaling, k: not rope.scaling[k]}) for k in switches}
         if rope.type == "dynamic":
             changes.pop("factor")  # without effect up to the original length: that is what dynamic means
         variants = {k: load_config(folder).replace(rope=v) for k, v in changes.items()}

@@ -42,7 +42,9 @@ def test_what_cannot_be_done_is_told(found):
     """Messages say what was found and what to do."""
     told = {**found["refusals"], "rows": found["rows"]}
     for name, part in dict(
-            stock="no settings for alibi, embedding_norm", layernorm="--recompute-modules layernorm", wide="TP can be [1, 2]",
+            stock="no settings for alibi, embedding_norm", stock_biases="does not train biases of experts",
+            te_biases="on each of 2 expert-TP ranks; set --expert-tensor-parallel-size 1",
+            layernorm="--recompute-modules layernorm", wide="TP can be [1, 2]",
             pad="does nothing with --moe-token-dispatcher-type allgather",
             prefix="CP 2 does not go with", learned="seq_length 129 exceeds the 128 positions",
             delta_te="norm inside a gated delta net zero-centred", delta_heads="linear_num_key_heads 3 is not divisible by TP x CP 2",

@@ -25,7 +25,7 @@ def test_dense(zoo, tmp_path, world, layouts):
 @pytest.mark.timeout(600)
 def test_experts(zoo, tmp_path):
     """Each expert comes back as itself from EP2, expert-TP 2 and TP2+EP2 (B02, B31), the shared expert's gate too (B131)."""
-    cases = {k: zoo[k] for k in ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe")}
+    cases = {k: zoo[k] for k in ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss")}
     check(run_ranks(2, TARGET, cases, ["ep2", "etp2", "tp2ep2", "pp2"], str(tmp_path), timeout=600)[0])
 
 

@@ -43,7 +43,7 @@ def test_multi_token_prediction_and_experts(one_rank):
 @pytest.mark.parametrize("world, layouts", [(1, ["one"]), (2, ["tp2", "tp2sp", "cp2", "pp2"])])
 def test_packed_equals_separate(zoo, world, layouts):
     """Three documents in one row give each document's own logits within 1e-5; without boundaries they differ."""
-    found = run_ranks(world, PACKED, {k: zoo[k] for k in ("llama", "mistral", "bloom", "gemma2")}, layouts, timeout=600)[0]
+    found = run_ranks(world, PACKED, {k: zoo[k] for k in ("llama", "mistral", "bloom", "gemma2", "gpt_oss")}, layouts, timeout=600)[0]
     assert all(v > 1e-2 for k, v in found.items() if k.endswith("crossing"))
     assert not {k: v for k, v in found.items() if not k.endswith("crossing") and not v <= 1e-5}
 

@@ -3,7 +3,7 @@
 import pytest
 
 MODELS = {"llama": {}, "llama_tied": {}, "qwen3": {}, "qwen3_moe": {}, "bloom": {}, "falcon_40b": {}, "gemma3": {}, "baichuan2": {},
-          "qwen3_next": {}, "qwen3_5": {}}
+          "qwen3_next": {}, "qwen3_5": {}, "gpt_oss": {}}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ def spread(model, layout, **flags):
 
 
 ONE = [spread("llama", "one"), spread("llama_tied", "one"), spread("qwen3", "one"), spread("qwen3_moe", "one", **MOE),
-       spread("qwen3_next", "one", **MOE),
+       spread("qwen3_next", "one", **MOE), spread("gpt_oss", "one", **MOE),
        *[spread(model, "one") for model in ("bloom", "falcon_40b", "gemma3", "baichuan2", "qwen3_5")]]
 TWO = [
     spread("llama", "tp2"), spread("qwen3", "sp"), spread("llama", "pp2"), spread("llama", "pp2vpp2"), spread("llama", "cp2"),
@@ -29,6 +29,8 @@ TWO = [
     spread("qwen3_moe", "dp2", **MOE, expert_tensor_parallel_size=2), spread("qwen3_moe", "sp", **MOE, expert_tensor_parallel_size=1),
     spread("qwen3_moe", "sp", **MOE, **OVERLAP, expert_tensor_parallel_size=1),
     spread("qwen3_next", "sp", **MOE, **RECOMPUTE, expert_tensor_parallel_size=1), spread("qwen3_next", "pp2vpp2", **MOE, **OVERLAP),
+    spread("gpt_oss", "sp", **MOE, **RECOMPUTE, **OVERLAP, expert_tensor_parallel_size=1), spread("gpt_oss", "etp2", **MOE),
+    spread("gpt_oss", "ep2", **MOE, **DIST),
     *[spread(model, layout, **flags) for model in ("bloom", "falcon_40b", "gemma3", "baichuan2", "qwen3_5")  # layers of our own
       for layout, flags in (("sp", RECOMPUTE), ("pp2vpp2", OVERLAP))],
 ]
