@@ -153,9 +153,12 @@ def text_part(raw: Mapping, family: Family, where: str) -> Mapping:
 
 def _plain(raw, family, where) -> dict:
     """config.json without a quantization_config whose weights are read as plain ones, which an export has then."""
-    method = dict(raw.get("quantization_config") or {}).get("quant_method")
-    if raw.get("quantization_config") and method not in family.quantised:
-        raise ValueError(f"{where}: quantization_config ({method or '?'}) is not supported here; dequantise the checkpoint first.")
+    found = dict(raw.get("quantization_config") or {})
+    method = found.get("quant_method")
+    blocks = method == "fp8" and list(found.get("weight_block_size") or []) == [128, 128]
+    if found and not blocks and method not in family.quantised:
+        raise ValueError(f"{where}: quantization_config ({method or '?'}) is not supported here; dequantise the checkpoint first. What is "
+                         f"read: fp8 with weight_block_size [128, 128]{''.join(f', {name}' for name in family.quantised)}.")
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 

@@ -7,6 +7,8 @@ plus 127. Together they are X [experts, groups * 32, rows], transposed. Source: 
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint.quantised import Quantised
+
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)])
@@ -18,55 +20,24 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(VALUES[codes.int()], scales.int()[..., None] - 127).flatten(-2).to(torch.bfloat16)
 
 
-def opened(reader):
-    """``reader`` (HfFolder, HfState) with a weight X in the place of each pair X_blocks and X_scales; itself where there is none."""
-    have = set(reader.names())
-    found = [name.removesuffix(BLOCKS) for name in have if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in have]
-    return Dequantised(reader, found) if found else reader
+class Mxfp4(Quantised):
+    """A reader of folders with MXFP4 weights."""
 
+    endings = (BLOCKS, SCALES)
 
-class Dequantised:
-    """A reader of bf16 weights ``quantised``; everything else is as the reader below has it."""
-
-    def __init__(self, reader, quantised: list[str]):
-        self.reader, self.quantised = reader, set(quantised)
-        self.hidden = {name + ending for name in quantised for ending in (BLOCKS, SCALES)}
-
-    def __getattr__(self, name):
-        return getattr(self.reader, name)
-
-    def names(self) -> list[str]:
-        return [name for name in self.reader.names() if name not in self.hidden] + sorted(self.quantised)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self.quantised:
-            return self.reader.shape(name)
-        blocks, scales = (self.reader.shape(name + ending) for ending in (BLOCKS, SCALES))
+    def whole(self, name):
+        blocks, scales = (self.reader.shape(name + ending) for ending in self.endings)
         *lead, rows, groups, half = blocks
         if scales != blocks[:-1] or 2 * half != GROUP:
             raise ValueError(f"'{name + BLOCKS}' {list(blocks)} and '{name + SCALES}' {list(scales)} do not go together; expected "
                              f"[..., groups, 16] and [..., groups]. Download them again.")
         return (*lead, groups * GROUP, rows)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16 if name in self.quantised else self.reader.dtype(name)
-
-    def origin(self, name: str) -> str:
-        return self.reader.origin(name + BLOCKS if name in self.quantised else name)
-
-    def span(self, name: str):
-        return None if name in self.quantised else self.reader.span(name)
-
-    def rows(self, name: str, start: int = 0, stop: int | None = None, index: int | None = None) -> Tensor:
-        """Rows [start, stop) of slab ``index``, for which all of that slab is read."""
-        if name not in self.quantised:
-            return self.reader.rows(name, start, stop, index)
+    def made_rows(self, name, start, stop, index) -> Tensor:
+        """All of a slab is read for its rows, which are columns of the codes."""
         if index is None:
-            return torch.stack([self.rows(name, index=i) for i in range(start, self.shape(name)[0] if stop is None else stop)])
-        return self.columns(name, 0, self.shape(name)[-1], index)[start:stop].contiguous()
+            return torch.stack([self.made_rows(name, 0, self.shape(name)[1], i) for i in range(start, stop)])
+        return self.made_columns(name, 0, self.shape(name)[-1], index)[start:stop].contiguous()
 
-    def columns(self, name: str, start: int, stop: int, index: int | None = None) -> Tensor:
-        """Columns [start, stop) of a matrix, of slab ``index`` when given; only their codes are read."""
-        if name not in self.quantised:
-            return self.reader.columns(name, start, stop, index)
-        return dequantise(*(self.reader.rows(name + ending, start, stop, index) for ending in (BLOCKS, SCALES))).t()
+    def made_columns(self, name, start, stop, index) -> Tensor:
+        return dequantise(*(self.reader.rows(name + ending, start, stop, index) for ending in self.endings)).t()

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint import mxfp4, stored
+from megatron_patch.checkpoint import stored
+from megatron_patch.checkpoint.fp8 import Fp8
+from megatron_patch.checkpoint.mxfp4 import Mxfp4
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.family import View
 
@@ -40,7 +42,7 @@ class Source:
     """
 
     def __init__(self, reader, family, config):
-        self.reader, self.family, self.config = mxfp4.opened(reader), family, config
+        self.reader, self.family, self.config = Fp8.opened(Mxfp4.opened(reader)), family, config
         self._have = set(self.reader.names())
         self._base = _base(family)
         self._last: tuple = (None, 0, 0, None)
