@@ -1,0 +1,37 @@
+"""Hugging Face tensors for the tests of legacy checkpoints; DeepSeek-V3 with the prediction layer that its released checkpoints have."""
+
+import torch
+
+from megatron_patch.translate import from_hf
+from tests.families import tiny
+
+MTP = "deepseek_v3_mtp"
+LAST = 4  # layers of the tiny models; the prediction layer's number
+
+
+def config(case, **fields):
+    """The model config of ``case`` with ``fields`` set."""
+    raw = tiny.raw_config(case.removesuffix("_mtp"))
+    return from_hf(raw).replace(**(dict(mtp_num_layers=1) if case == MTP else {}), **fields)
+
+
+def tensors(case) -> dict[str, torch.Tensor]:
+    """{name on disk: random tensor}, all different."""
+    import tempfile
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.save(case.removesuffix("_mtp"), folder)
+        out = {}
+        for path in Path(folder).glob("*.safetensors"):
+            out.update(load_file(path))
+    if case == MTP:
+        generator, hidden = torch.Generator().manual_seed(9), out["model.norm.weight"].shape[0]
+        shapes = {name.replace(f"layers.{LAST - 1}.", f"layers.{LAST}."): t.shape for name, t in out.items() if f"layers.{LAST - 1}." in name}
+        at = f"model.layers.{LAST}."
+        shapes |= {at + "enorm.weight": (hidden,), at + "hnorm.weight": (hidden,), at + "shared_head.norm.weight": (hidden,),
+                   at + "eh_proj.weight": (hidden, 2 * hidden)}
+        out |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return out
