@@ -9,10 +9,14 @@ MTP = "deepseek_v3_mtp"
 LAST = 4  # layers of the tiny models; the prediction layer's number
 
 
+def raw(case) -> dict:
+    """config.json of ``case``; stock Megatron-LM has no flag for the original length of DeepSeek's yarn, so there the rope is plain."""
+    return {**tiny.raw_config(case.removesuffix("_mtp")), **(dict(rope_parameters=dict(tiny.ROPE, rope_theta=5000.0)) if case == MTP else {})}
+
+
 def config(case, **fields):
     """The model config of ``case`` with ``fields`` set."""
-    raw = tiny.raw_config(case.removesuffix("_mtp"))
-    return from_hf(raw).replace(**(dict(mtp_num_layers=1) if case == MTP else {}), **fields)
+    return from_hf(raw(case)).replace(**(dict(mtp_num_layers=1) if case == MTP else {}), **fields)
 
 
 def tensors(case) -> dict[str, torch.Tensor]:
