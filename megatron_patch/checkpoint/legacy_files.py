@@ -93,11 +93,11 @@ def _check_agreement(files: list[RankFile]) -> None:
                                  f"checkpoints.")
         for name in ("version", "iteration"):
             if getattr(file, name) != getattr(first, name):
-                raise ValueError(f"{file.path} is of {name} {getattr(file, name)}, {first.path} of {getattr(first, name)}; the files are of "
-                                 f"different checkpoints.")
+                raise ValueError(f"{file.path} is of {name} {getattr(file, name)}, {first.path} of {getattr(first, name)}; the files are "
+                                 f"of different checkpoints.")
         if list(file.chunks) != list(first.chunks):
-            raise ValueError(f"{file.path} holds {', '.join(file.chunks)}, {first.path} {', '.join(first.chunks)}; the files are of different "
-                             f"checkpoints.")
+            raise ValueError(f"{file.path} holds {', '.join(file.chunks)}, {first.path} {', '.join(first.chunks)}; the files are of "
+                             f"different checkpoints.")
 
 
 def _sizes(files: dict[str, RankFile], args, config) -> dict:
@@ -130,8 +130,8 @@ def _stages(held: dict[Rank, RankFile], config, folder: Path) -> dict:
     rows = [chunk for key in next(iter(held.values())).chunks for chunk in (first[pp].chunks[key] for pp in range(len(first)))]
     layers, extra = [_count(chunk, "decoder.layers.") for chunk in rows], [_count(chunk, "mtp.layers.") for chunk in rows]
     if sum(layers) != config.num_layers:
-        raise ValueError(f"{folder} holds {sum(layers)} layers ({layers} by stage), config.json says {config.num_layers}; pass the --hf-ref "
-                         f"that this checkpoint was made from, and all of its files.")
+        raise ValueError(f"{folder} holds {sum(layers)} layers ({layers} by stage), config.json says {config.num_layers}; pass the "
+                         f"--hf-ref that this checkpoint was made from, and all of its files.")
     text = "|".join("t" * n + "m" * bool(m) for n, m in zip(layers, extra))
     return dict(pipeline_model_parallel_layout=f"E{text}L" if len(rows) > 1 else None, mtp_num_layers=sum(extra),
                 num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None,

@@ -50,8 +50,8 @@ def ranks(config) -> list[Rank]:
     for rank in range(math.lcm(tp, etp * ep)):  # from here on they repeat
         key = (rank % tp, rank // etp % ep)
         if found.setdefault(key, rank % etp) != rank % etp:
-            raise ValueError(f"TP {tp} with expert TP {etp} and EP {ep} has no legacy checkpoint: expert shards {found[key]} and {rank % etp} "
-                             f"would both be written to {folder(config, Rank(key[0], 0, key[1], 0))}, as Megatron-LM does; choose an "
+            raise ValueError(f"TP {tp} with expert TP {etp} and EP {ep} has no legacy checkpoint: expert shards {found[key]} and "
+                             f"{rank % etp} would both be written to {folder(config, Rank(key[0], 0, key[1], 0))}, as Megatron-LM does; choose an "
                              f"expert TP that divides TP, or --format torch_dist.")
     return [Rank(t, pp, e, shard) for pp in range(config.pipeline_model_parallel_size) for (t, e), shard in sorted(found.items())]
 

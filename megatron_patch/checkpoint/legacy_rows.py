@@ -66,8 +66,9 @@ def check_version(version, config) -> float:
     if not isinstance(version, (int, float)) or version not in (0, 1) and version < 2:
         raise ValueError(f"checkpoint_version {version!r} is unknown; expected 0, 1, 2 or 3.")
     if version < 2 and config.num_query_groups != config.num_attention_heads:
-        raise ValueError(f"checkpoint_version {version} has a key head for each of the {config.num_attention_heads} query heads, config.json "
-                         f"has {config.num_query_groups}; the version recorded in the file is wrong, or the config.json is another model's.")
+        raise ValueError(f"checkpoint_version {version} has a key head for each of the {config.num_attention_heads} query heads, "
+                         f"config.json has {config.num_query_groups}; the version recorded in the file is wrong, or the config.json is "
+                         f"another model's.")
     return version
 
 
@@ -76,7 +77,7 @@ def other_rope(args, config) -> bool | None:
     found, own = getattr(args, "rotary_interleaved", None), bool(config.get("rotary_interleaved"))
     if found is None or bool(found) == own or config.position_embedding_type != "rope" or config.get("multi_latent_attention"):
         return None
-    if config.get("prefix_tokens") or config.get("attention_output_gate") or config.get("wide_qk_norm"):
+    if config.get("attention_output_gate") or config.get("wide_qk_norm"):
         raise ValueError(f"rotary_interleaved is {found} in the checkpoint, {own} for {config.family.name}, whose heads cannot be put into "
                          f"the other order; convert a checkpoint of this family's own rope.")
     return bool(found)

@@ -27,15 +27,15 @@ class Shards:
 class LegacySource:
     """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family; see recipe.py for the methods.
 
-    Its layout is what its files say, its parameters may have names of either backend, or of before Megatron-core. ``predictions``: names
-    of prediction layers, which it answers for, too. Raises ValueError for files that are missing, torn or do not belong together.
+    Its layout is what its files say, its parameters may have names of either backend, or of before Megatron-core. ``predictions``:
+    names of prediction layers, which it answers for, too. Raises ValueError for files that are missing, torn or do not belong together.
     """
 
     def __init__(self, ckpt, config):
         self.folder, self.given = legacy_files.find(ckpt), config
         if self.folder is None:
-            raise ValueError(f"{ckpt} holds no mp_rank_00/{legacy_layout.FILE}, and no tracker that leads to one; expected a checkpoint that "
-                             f"Megatron-LM saved with --ckpt-format torch.")
+            raise ValueError(f"{ckpt} holds no mp_rank_00/{legacy_layout.FILE}, and no tracker that leads to one; expected a checkpoint "
+                             f"that Megatron-LM saved with --ckpt-format torch.")
         self.config, self.files = legacy_files.layout_of(self.folder, config)
         self.args = next(iter(self.files.values())).args
         self.repeated = mtp.repeated(self.config)
@@ -91,12 +91,10 @@ class LegacySource:
 
     def _misshapen(self, file, name, tensor, place) -> list[str]:
         expected = place.shard_shape(self.config)
-        if place.slot.vocab:
-            rows, tp = place.shape(self.config)[0], place.tp(self.config)
-            if tensor.shape[1:] == expected[1:] and tensor.shape[:1] and tensor.shape[0] * tp >= rows:
-                return []
-        out = [] if tensor.shape == expected else [f"'{name}' in {file.path} has shape {list(tensor.shape)}, config.json needs "
-                                                   f"{list(expected)}"]
+        fits = tensor.shape == expected
+        if place.slot.vocab and tensor.shape[1:] == expected[1:] and tensor.shape:  # padded in any way
+            fits = tensor.shape[0] * place.tp(self.config) >= place.shape(self.config)[0]
+        out = [] if fits else [f"'{name}' in {file.path} has shape {list(tensor.shape)}, config.json needs {list(expected)}"]
         if tensor.dtype not in WEIGHT_DTYPES:
             out.append(f"'{name}' in {file.path} has dtype {tensor.dtype}, which is no weight as it stands")
         return out
@@ -148,7 +146,8 @@ class LegacySource:
         shards, _ = self._find(name)
         if self._across(shards):
             return torch.cat([tensor.rows(first, last) for tensor in shards.tensors], 1)
-        return torch.cat([tensor.rows(low, high) for tensor, low, high in self._pieces(name, first, last)])
+        parts = [tensor.rows(low, high) for tensor, low, high in self._pieces(name, first, last)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [shards.tensors[0].rows(0, 0)])
 
     def columns(self, name: str, first: int, last: int) -> Tensor:
         """Columns [first, last) of a matrix."""
@@ -159,7 +158,10 @@ class LegacySource:
                               zip(range(0, width * len(shards.tensors), width), shards.tensors) if at < last and first < at + width], 1)
         rows, wide = self.shape(name)
         step = max(1, BLOCK // max(1, wide * self.dtype(name).itemsize))
-        return torch.cat([self.rows(name, at, min(at + step, rows))[:, first:last] for at in range(0, rows, step)])
+        out = torch.empty((rows, last - first), dtype=self.dtype(name))
+        for at in range(0, rows, step):
+            out[at : at + step] = self.rows(name, at, min(at + step, rows))[:, first:last]
+        return out
 
     def _across(self, shards: Shards) -> bool:
         return shards.place.slot.tp_dim == 1 and len(shards.tensors) > 1

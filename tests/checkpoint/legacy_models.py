@@ -11,7 +11,8 @@ LAST = 4  # layers of the tiny models; the prediction layer's number
 
 def raw(case) -> dict:
     """config.json of ``case``; stock Megatron-LM has no flag for the original length of DeepSeek's yarn, so there the rope is plain."""
-    return {**tiny.raw_config(case.removesuffix("_mtp")), **(dict(rope_parameters=dict(tiny.ROPE, rope_theta=5000.0)) if case == MTP else {})}
+    plain = dict(rope_parameters=dict(tiny.ROPE, rope_theta=5000.0))
+    return {**tiny.raw_config(case.removesuffix("_mtp")), **(plain if case == MTP else {})}
 
 
 def config(case, **fields):
@@ -33,8 +34,8 @@ def tensors(case) -> dict[str, torch.Tensor]:
             out.update(load_file(path))
     if case == MTP:
         generator, hidden = torch.Generator().manual_seed(9), out["model.norm.weight"].shape[0]
-        shapes = {name.replace(f"layers.{LAST - 1}.", f"layers.{LAST}."): t.shape for name, t in out.items() if f"layers.{LAST - 1}." in name}
-        at = f"model.layers.{LAST}."
+        at, last = f"model.layers.{LAST}.", f"model.layers.{LAST - 1}."
+        shapes = {name.replace(last, at): t.shape for name, t in out.items() if name.startswith(last)}
         shapes |= {at + "enorm.weight": (hidden,), at + "hnorm.weight": (hidden,), at + "shared_head.norm.weight": (hidden,),
                    at + "eh_proj.weight": (hidden, 2 * hidden)}
         out |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

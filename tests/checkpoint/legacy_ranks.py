@@ -1,4 +1,4 @@
-"""Run on ranks: stock Megatron-LM (megatron.training of the wheel) loads legacy checkpoints that we wrote, and saves others for us to read."""
+"""Run on ranks: stock Megatron-LM (megatron.training of the wheel) loads legacy checkpoints that we wrote, and saves others for us."""
 
 import contextlib
 import io

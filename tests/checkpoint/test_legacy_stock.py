@@ -21,7 +21,8 @@ TP, PP, VPP, EP, ETP = (f"{name}_parallel_size" for name in
 UNEVEN = {PP: 2, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 LAYOUTS = {1: {"one": {}},
            2: {"free": {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "E|tt|t|tmL"},
-               "bare": {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "E|tt|tt|L"}, "tp2": {TP: 2}, "pp2": {PP: 2}, "pp2vpp2": {PP: 2, VPP: 2}, "uneven": UNEVEN, "ep2": {EP: 2},
+               "bare": {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "E|tt|tt|L"},
+               "tp2": {TP: 2}, "pp2": {PP: 2}, "pp2vpp2": {PP: 2, VPP: 2}, "uneven": UNEVEN, "ep2": {EP: 2},
                "tp2ep2etp1": {TP: 2, EP: 2, ETP: 1}},
            4: {"tp2pp2": {TP: 2, PP: 2}, "tp2ep4etp1": {TP: 2, EP: 4, ETP: 1}, "pp2ep2": {PP: 2, EP: 2}, "tp2ep2": {TP: 2, EP: 2}}}
 CASES = ("llama", "qwen2_tied", "qwen3_moe", MTP)
