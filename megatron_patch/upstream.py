@@ -78,6 +78,12 @@ def gated_attention_shares_groups():
     return CORE >= (0, 17)
 
 
+def mtp_inner_layer():
+    """What a multi-token-prediction layer calls the transformer layer in it. Remove when 0.16 is dropped.
+    Source: megatron/core/transformer/multi_token_prediction.py, MultiTokenPredictionLayer.__init__."""
+    return "mtp_model_layer" if CORE >= (0, 17) else "transformer_layer"
+
+
 @dataclass(frozen=True)
 class Trap:
     """Something megatron-core gets silently wrong or slow when run as we run it."""

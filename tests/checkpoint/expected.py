@@ -31,9 +31,21 @@ def _one(model, name, p, hf, sizes, ranks):
         return _vocab(hf.get("lm_head.weight", hf["model.embed_tokens.weight"]), p, ranks)
     if name.startswith("decoder.final_layernorm."):
         return hf["model.norm." + name.rsplit(".", 1)[-1]]
+    prediction = re.fullmatch(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.|transformer_layer\.)?(.+)", name)
+    if prediction:
+        return _prediction(prediction[2], f"model.layers.{model.config.num_layers + int(prediction[1])}.", hf, sizes, ranks)
     local, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
     layer = model.decoder.layers[int(local)].layer_number - 1
     return _in_layer(rest, f"model.layers.{layer}.", hf, sizes, ranks)
+
+
+def _prediction(rest, at, hf, sizes, ranks):
+    """A prediction layer, whose tensors released checkpoints number after those of the last layer."""
+    if rest == "eh_proj.weight":
+        return hf[at + rest].chunk(ranks["tp"])[ranks["tp_rank"]]
+    if rest in ("enorm.weight", "hnorm.weight"):
+        return hf[at + rest]
+    return hf[at + "shared_head.norm.weight"] if rest == "final_layernorm.weight" else _in_layer(rest, at, hf, sizes, ranks)
 
 
 def _vocab(full, p, ranks):

@@ -184,7 +184,7 @@ def stock(cases, out):
 
 
 @contextlib.contextmanager
-def _stock_args(config, load, save):
+def _stock_args(config, load, save, *more):
     """Stock's own parser with toolkits.flags' flags, and its --use-checkpoint-args on top: both must say the same."""
     import sys
 
@@ -196,7 +196,7 @@ def _stock_args(config, load, save):
     from toolkits.flags import model_flags
 
     argv = [f"--tensor-model-parallel-size={config.tensor_model_parallel_size}",
-            f"--pipeline-model-parallel-size={config.pipeline_model_parallel_size}", f"--load={load}", f"--save={save}", *STOCK_RUN]
+            f"--pipeline-model-parallel-size={config.pipeline_model_parallel_size}", f"--load={load}", f"--save={save}", *STOCK_RUN, *more]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     kept, sys.argv = sys.argv, ["stock", *model_flags(config), *argv]
     try:

@@ -1,0 +1,54 @@
+"""Multi-token-prediction layers: Transformers leaves them out, released checkpoints number them after the decoder's last layer.
+
+Each is a copy of the last decoder layer with a projection and norms of its own. Source: megatron/core/transformer/
+multi_token_prediction.py, MultiTokenPredictionLayer; the checkpoints of DeepSeek-V3 and GLM-4.5.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_patch import upstream
+from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.slots import LAYER, Slot
+
+LAYERS = "model.layers.{layer}."
+AROUND = {  # names in the two worlds, and the slot
+    "shared_head.norm.weight": Slot("mtp.layers.{layer}.final_layernorm.weight", lambda c: (c.hidden_size,)),
+    "enorm.weight": Slot("mtp.layers.{layer}.enorm.weight", lambda c: (c.hidden_size,)),
+    "hnorm.weight": Slot("mtp.layers.{layer}.hnorm.weight", lambda c: (c.hidden_size,)),
+    "eh_proj.weight": Slot("mtp.layers.{layer}.eh_proj.weight", lambda c: (c.hidden_size, 2 * c.hidden_size), tp_dim=0)}
+SHARED = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head"}  # which each such layer repeats
+
+
+def count(config) -> int:
+    """How many such layers a model of ``config`` has. Raises ValueError for a family whose names for them are not known."""
+    number = config.get("mtp_num_layers") or 0
+    if number and not config.family.extra_layers:
+        raise ValueError(f"{config.family.name}: mtp_num_layers is {number}, but this family has no names for multi-token-prediction "
+                         f"layers; set it to 0.")
+    return number
+
+
+def predictions(config, experts=None, inner: str | None = None) -> Iterator[Placement]:
+    """The parameters of these layers, numbered from num_layers on; ``experts`` (global ids) narrow it. ``inner``: what Megatron calls
+    the transformer layer in each, the installed core's name when not given."""
+    inner, last = inner or upstream.mtp_inner_layer(), config.num_layers - 1
+    for number in range(config.num_layers, config.num_layers + count(config)):
+        for name, slot in AROUND.items():
+            yield Placement(name.removesuffix(".weight"), slot, number, None, (LAYERS.format(layer=number) + name,), (LAYERS + name,))
+        for place in plan(config.family, config, layers=[last], experts=experts):
+            if place.layer is not None:
+                yield _moved(place, number, f"mtp.layers.{{layer}}.{inner}.")
+
+
+def _moved(place: Placement, number: int, prefix: str) -> Placement:
+    slot = replace(place.slot, local=place.slot.local.replace(LAYER, prefix), te=place.slot.te.replace(LAYER, prefix), disk="")
+    names = tuple(template.format(layer=number, expert=place.expert) for template in place.templates)
+    return replace(place, slot=slot, layer=number, names=names)
+
+
+def repeated(config) -> dict[str, str]:
+    """{name in such a layer: the model's own tensor that it repeats}"""
+    weights = config.family.weights
+    return {LAYERS.format(layer=number) + name: weights[key if key in weights and not (key == "head" and config.tied) else "embed"][0]
+            for number in range(config.num_layers, config.num_layers + count(config)) for name, key in SHARED.items()}
