@@ -17,6 +17,9 @@ from toolkits import console
 
 DTYPES = ("bf16", "fp16", "fp32")
 KEYS = {"auto": None, "stacked": True, "per-layer": False}
+LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
+          "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "first-stage": "num_layers_in_first_pipeline_stage",
+          "last-stage": "num_layers_in_last_pipeline_stage", "pipeline-layout": "pipeline_model_parallel_layout"}
 HASHES = ("xxh3_128", "sha256")
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -39,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--ckpt", required=True, metavar="CKPT", help="checkpoint root (its tracker file says which) or one iteration")
         command.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model (required)")
     for command in (there, again):
-        command.add_argument("--keys", choices=KEYS, default="auto", help="layers stacked in one tensor or each under its own key "
-                             "(default: as Megatron-core saves this model)")
+        _megatron_options(command)
     for command in (there, back, again, hf):
         command.add_argument("--out", required=True, metavar="OUT", help="new or empty folder")
         command.add_argument("--dtype", choices=DTYPES, help="cast every tensor once (default: as in the source)")
@@ -50,6 +52,18 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="check everything, print sizes and a time estimate, write nothing")
         command.add_argument("--json", metavar="FILE", type=Path, help="also write the report to FILE as JSON")
     return made
+
+
+def _megatron_options(command) -> None:
+    """What kind of Megatron checkpoint is written."""
+    command.add_argument("--format", choices=("torch_dist", "legacy"), default="torch_dist",
+                         help="legacy: mp_rank_XX folders, as --ckpt-format torch saves them, of the layout below (default: torch_dist)")
+    command.add_argument("--keys", choices=KEYS, default="auto", help="torch_dist: layers stacked in one tensor or each under its own key "
+                         "(default: as Megatron-core saves this model)")
+    command.add_argument("--dialect", choices=("native", "te"), default="native", help="legacy: parameter names (default: native)")
+    for flag, name in LAYOUT.items():
+        kind = dict(metavar="TEXT") if flag == "pipeline-layout" else dict(type=int, metavar="N")
+        command.add_argument(f"--{flag}", dest=name, help=f"legacy: {name.replace('_', ' ')}", **kind)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,7 +101,8 @@ def _plan(flags):
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[flags.dtype]
     source, options = [flags.hf] if hasattr(flags, "hf") else [flags.ckpt, flags.hf_ref], dict(vocab_size=flags.vocab_size)
     if hasattr(flags, "keys"):
-        options.update(stacked=KEYS[flags.keys])
+        layout = {name: value for name in LAYOUT.values() if (value := getattr(flags, name)) is not None}
+        options.update(form=convert.Form(flags.format, KEYS[flags.keys], layout, flags.dialect))
     else:
         options.update(max_shard_size=flags.max_shard_size, force=flags.force)
     return getattr(convert, flags.command.replace("-", "_"))(*source, flags.out, dtype, **options)

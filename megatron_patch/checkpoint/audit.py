@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_patch.checkpoint import certificate, hashing, opening, stored
+from megatron_patch.checkpoint import certificate, hashing, opening
 from megatron_patch.checkpoint.ledger import HF, MEGATRON, label
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.mtp import everything, stored_tensors
 from megatron_patch.checkpoint.source import shorten
 
 
@@ -29,14 +29,14 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
     nbytes = {name: math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for name, line in made[MEGATRON].items()}
     total, hf = sum(nbytes.values()), made["target"]["format"] == opening.HF
     before, after = _Parts(one, config), _Parts(other, config)
-    for place in plan(config.family, config):
-        name = label(place)
+    for place in everything(config):
+        name = label(place, config)
         checks.mapped(MEGATRON, name, [before.fused(place)])
         if not hf:
             checks.written(MEGATRON, name, [after.fused(place)])
         done += nbytes.get(name, 0)
         progress(done, total)
-    for tensor in stored.tensors(config):
+    for tensor in stored_tensors(config):
         checks.mapped(HF, tensor.name, tensor.blocks(before.read))
         if hf:
             checks.written(HF, tensor.name, tensor.blocks(after.read))
@@ -56,7 +56,7 @@ class _Parts:
 
     def __init__(self, side, config):
         self.side, self.config, self.last, self.kept = side, config, None, []
-        self.at = {name: place for place in plan(config.family, config) for name in place.names}
+        self.at = {name: place for place in everything(config) for name in place.names}
 
     def _of(self, place) -> list[Tensor]:
         if self.last != place.names:

@@ -5,16 +5,26 @@ Every conversion is the same page: a source by Hugging Face names, a recipe of t
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megatron_patch.checkpoint import certificate, engine, hashing, ledger, opening, output, torch_dist_write, tracker
+from megatron_patch.checkpoint import (
+    certificate,
+    engine,
+    hashing,
+    ledger,
+    legacy_write,
+    opening,
+    output,
+    torch_dist_write,
+    tracker,
+)
 from megatron_patch.checkpoint.hf_write import HfTarget
 from megatron_patch.checkpoint.ledger import Line
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.mtp import everything, stored_tensors
 from megatron_patch.checkpoint.recipe import File
 from megatron_patch.checkpoint.torch_dist_keys import is_stacked
 from megatron_patch.translate import load_config
@@ -81,15 +91,34 @@ class Conversion:
                     left_out=self.source.left_out(), estimated_seconds=_estimate(self))
 
 
-def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None,
-                   vocab_size: int | None = None) -> Conversion:
-    """Of the HF folder ``hf`` into ``out``/release, a torch_dist checkpoint. ``dtype`` None keeps what is on disk; ``stacked``:
-    layers as an axis of one tensor or each under its own key, None as core saves this model; ``vocab_size``: grown to. Raises
-    ValueError for anything that does not fit.
+@dataclass(frozen=True)
+class Form:
+    """What kind of Megatron checkpoint is written.
+
+    torch_dist has no layout; ``stacked``: layers as an axis of one tensor or each under its own key, None as core saves this model.
+    legacy (mp_rank_* folders) has the ``layout``, {TransformerConfig field: size}, and the parameter names of ``backend``.
+    """
+
+    format: str = opening.TORCH_DIST
+    stacked: bool | None = None
+    layout: Mapping[str, object] = field(default_factory=dict)
+    backend: str = "native"
+
+    def __post_init__(self):
+        if self.format == opening.TORCH_DIST and (self.layout or self.backend != "native"):
+            raise ValueError("a torch_dist checkpoint has no layout, and the keys of native and Transformer Engine models alike: leave out "
+                             "the layout and the dialect, or choose --format legacy.")
+        if self.format == opening.LEGACY and self.stacked is not None:
+            raise ValueError("a legacy checkpoint has no stacked layers; leave --keys out.")
+
+
+def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, form: Form = Form(), vocab_size: int | None = None) -> Conversion:
+    """Of the HF folder ``hf`` into ``out``/release. ``dtype`` None keeps what is on disk; ``vocab_size``: grown to. Raises ValueError
+    for anything that does not fit.
     """
     config, out = load_config(hf), output.place(out, hf=hf)
     torch_dist_write.check_target(out)
-    return _to_torch_dist("hf-to-megatron", *opening.open_hf(hf, config, vocab_size), out, dtype, stacked)
+    return _to_megatron("hf-to-megatron", *opening.open_hf(hf, config, vocab_size), out, dtype, form)
 
 
 def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
@@ -99,14 +128,14 @@ def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB",
     return _to_hf("hf-to-hf", *opening.open_hf(hf, config, vocab_size), hf, out, dtype, max_shard_size, force)
 
 
-def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, stacked: bool | None = None,
+def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, form: Form = Form(),
                          vocab_size: int | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` (its root or one iteration) into ``out``/release; ``hf_ref``, of which config.json is
     enough, says what model it is."""
     source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)
     torch_dist_write.check_target(out)
-    return _to_torch_dist("megatron-to-megatron", source, config, origin, out, dtype, stacked)
+    return _to_megatron("megatron-to-megatron", source, config, origin, out, dtype, form)
 
 
 def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
@@ -122,31 +151,35 @@ def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_s
 
 def _to_hf(direction, source, config, origin, hf_ref, out, dtype, max_shard_size, force) -> Conversion:
     dtypes = {name: source.dtype(name) if place.slot.buffer else dtype or source.dtype(name)
-              for place in plan(config.family, config) for name in place.names}
+              for place in everything(config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
-    target = HfTarget(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force)
+    target = HfTarget(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force,
+                      tensors=stored_tensors(config))
     lines = ledger.lines(source, config, dtypes.get, lambda place: source.dtype(place.names[0]))
     return Conversion(direction, source, config, origin, dict(format=opening.HF), out, target.files(), lines, target.complete,
                       replace=target.replace)
 
 
-def _to_torch_dist(direction, source, config, origin, out, dtype, stacked) -> Conversion:
+def _to_megatron(direction, source, config, origin, out, dtype, form) -> Conversion:
     def dtype_of(place):
-        kinds = {source.dtype(name) for name in place.names}
-        if dtype is None and len(kinds) > 1:
-            raise ValueError(f"{', '.join(place.names)} are fused into one tensor but have dtypes {sorted(map(str, kinds))}; "
-                             f"choose --dtype.")
-        return kinds.pop() if dtype is None or place.slot.buffer else dtype
+        return ledger.written_dtype(source, place, dtype)
 
-    stacked = is_stacked(config) if stacked is None else stacked
+    lines, target = ledger.lines(source, config, source.dtype, dtype_of), dict(format=form.format)
+    if form.format == opening.LEGACY:
+        files = legacy_write.files(source, config.replace(**form.layout), dtype, form.backend)
+        return Conversion(direction, source, config, origin, target, out, files, lines, _nothing)
+    stacked = is_stacked(config) if form.stacked is None else form.stacked
     files, stored = torch_dist_write.recipe(torch_dist_write.chunks(config, dtype_of, stacked))
 
     def complete(folder):
         torch_dist_write.finish(folder / tracker.RELEASE, config, dtype, stored, stacked)
         output.write_file(folder / tracker.TRACKER, tracker.RELEASE.encode())
 
-    return Conversion(direction, source, config, origin, dict(format=opening.TORCH_DIST), out, files,
-                      ledger.lines(source, config, source.dtype, dtype_of), complete, tracker.RELEASE)
+    return Conversion(direction, source, config, origin, target, out, files, lines, complete, tracker.RELEASE)
+
+
+def _nothing(folder) -> None:
+    """Nothing stands beside the tensors."""
 
 
 def _estimate(conversion) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_patch import translate
 from megatron_patch.checkpoint import output, stored
 from megatron_patch.checkpoint.ledger import label, slabs
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.mtp import everything
 from megatron_patch.checkpoint.recipe import File, Item
 from megatron_patch.checkpoint.safetensors_file import CODES
 
@@ -48,15 +48,18 @@ class HfTarget:
 
     ``hf_ref``: the folder whose tokenizer, generation config, chat template and remote code are copied, or None.
     ``dtype``: of all tensors, None for config.dtype; ``dtypes`` overrides it by parameter name. Raises ValueError when ``out``
-    is there and not empty (``force``: replaced, if it holds nothing but a Hugging Face checkpoint).
+    is there and not empty (``force``: replaced, if it holds nothing but a Hugging Face checkpoint). ``tensors``: others than
+    save_pretrained writes.
     """
 
     def __init__(self, out, hf_ref, config, dtype: torch.dtype | None = None, max_shard_size="5GB", *,
-                 dtypes: Mapping[str, torch.dtype] | None = None, force: bool = False):
+                 dtypes: Mapping[str, torch.dtype] | None = None, force: bool = False,
+                 tensors: Iterable[stored.Stored] | None = None):
         self.out, self.config, self.dtype = output.place(out, hf_ref=hf_ref), config, dtype or config.dtype
         self.replace = _check_target(self.out, hf_ref, force)
         self.hf_ref = Path(hf_ref) if hf_ref is not None else None
-        specs = [Spec(t.name, (dtypes or {}).get(t.slabs[0][0], self.dtype), tuple(t.shape), t) for t in stored.tensors(config)]
+        specs = [Spec(t.name, (dtypes or {}).get(t.slabs[0][0], self.dtype), tuple(t.shape), t)
+                 for t in tensors or stored.tensors(config)]
         self.shards = _shards(specs, size_in_bytes(max_shard_size))
 
     @property
@@ -66,7 +69,7 @@ class HfTarget:
 
     def files(self) -> list[File]:
         """The safetensors files."""
-        owners = {name: label(place) for place in plan(self.config.family, self.config) for name in place.names}
+        owners = {name: label(place, self.config) for place in everything(self.config) for name in place.names}
         return [File(self.shard_name(number), tuple(
             Item(owners[spec.tensor.slabs[0][0]], spec.dtype, spec.nbytes, slabs(spec.tensor), head=b"" if place else _header(part))
             for place, spec in enumerate(part))) for number, part in enumerate(self.shards)]

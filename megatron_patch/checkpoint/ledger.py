@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_patch.checkpoint import stored
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint import mtp, stored
 from megatron_patch.checkpoint.recipe import Piece, Woven
 
 HF, MEGATRON = "hf", "megatron"
@@ -39,13 +38,23 @@ class Line:
 
 def lines(source, config, hf_dtype, megatron_dtype) -> list[Line]:
     """All tensors of both sides; ``hf_dtype(parameter's name)`` and ``megatron_dtype(placement)`` say how each side holds them."""
-    out = [Line(HF, tensor.name, hf_dtype(tensor.slabs[0][0]), tuple(tensor.shape), slabs(tensor)) for tensor in stored.tensors(config)]
-    for place in plan(config.family, config):
+    out = [Line(HF, tensor.name, hf_dtype(tensor.slabs[0][0]), tuple(tensor.shape), slabs(tensor)) for tensor in mtp.stored_tensors(config)]
+    for place in mtp.everything(config):
         shape = place.shape(config)
         runs = place.slot.packing.runs(config, shape[0])
         pieces = merged(Piece(place.names[run.part], run.start, run.start + run.length) for run in runs)
-        out.append(Line(MEGATRON, label(place), megatron_dtype(place), shape, pieces))
+        out.append(Line(MEGATRON, label(place, config), megatron_dtype(place), shape, pieces))
     return out
+
+
+def written_dtype(source, place, dtype: torch.dtype | None) -> torch.dtype:
+    """How Megatron's tensor is written: as ``dtype``, None as its parts are; a buffer keeps its own. Raises ValueError when they differ."""
+    kinds = {source.dtype(name) for name in place.names}
+    if dtype is not None and not place.slot.buffer:
+        return dtype
+    if len(kinds) > 1:
+        raise ValueError(f"{', '.join(place.names)} are fused into one tensor but have dtypes {sorted(map(str, kinds))}; choose --dtype.")
+    return kinds.pop()
 
 
 def slabs(tensor: stored.Stored) -> tuple[Piece | Woven, ...]:
@@ -55,9 +64,10 @@ def slabs(tensor: stored.Stored) -> tuple[Piece | Woven, ...]:
     return tuple(Woven(names, tensor.view) for names in tensor.slabs)
 
 
-def label(place) -> str:
+def label(place, config) -> str:
     """The name of a placement's tensor in a certificate: the native spec's, layers and experts numbered over the whole model."""
-    return place.slot.local.format(layer=place.layer, expert=place.expert)
+    layer = place.layer - config.num_layers if mtp.is_prediction(place) else place.layer
+    return place.slot.local.format(layer=layer, expert=place.expert)
 
 
 def merged(pieces) -> tuple[Piece | Woven, ...]:

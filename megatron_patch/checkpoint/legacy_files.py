@@ -60,6 +60,11 @@ def load(path: Path) -> RankFile:
     return RankFile(path, named, found.get("args"), found.get("checkpoint_version", 0), found.get("iteration"), early)
 
 
+def first_args(folder: Path):
+    """The arguments in the first rank's file, None where it has none."""
+    return load(next(iter(_rank_folders(folder).values()))).args
+
+
 def _number(key: str) -> int:
     return int(key.removeprefix("model") or 0)
 

@@ -25,7 +25,7 @@ class Shards:
 
 
 class LegacySource:
-    """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family; see recipe.py for the methods.
+    """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family, see recipe.py.
 
     Its layout is what its files say, its parameters may have names of either backend, or of before Megatron-core. ``predictions``:
     names of prediction layers, which it answers for, too. Raises ValueError for files that are missing, torn or do not belong together.
@@ -36,8 +36,8 @@ class LegacySource:
         if self.folder is None:
             raise ValueError(f"{ckpt} holds no mp_rank_00/{legacy_layout.FILE}, and no tracker that leads to one; expected a checkpoint "
                              f"that Megatron-LM saved with --ckpt-format torch.")
-        self.config, self.files = legacy_files.layout_of(self.folder, config)
-        self.args = next(iter(self.files.values())).args
+        self.config, self.files_of = legacy_files.layout_of(self.folder, config)
+        self.args = next(iter(self.files_of.values())).args
         self.repeated = mtp.repeated(self.config)
         self._version = self._order()
         self._rope = legacy_rows.other_rope(self.args, config)
@@ -48,7 +48,7 @@ class LegacySource:
 
     def _order(self) -> float | None:
         """The version whose order of QKV rows holds; None: today's."""
-        file = next(iter(self.files.values()))
+        file = next(iter(self.files_of.values()))
         try:
             return legacy_rows.check_version(file.version, self.given) if file.early else None
         except ValueError as error:
@@ -56,7 +56,7 @@ class LegacySource:
 
     def _collect(self) -> None:
         found: dict[tuple[str, ...], tuple[Placement, dict[int, Stored]]] = {}
-        for rank, file in self.files.items():
+        for rank, file in self.files_of.items():
             inner = "transformer_layer" if any(".transformer_layer." in name for chunk in file.chunks.values() for name in chunk) else \
                 "mtp_model_layer"
             for key, chunk in legacy_layout.chunks(self.config, rank, inner).items():
@@ -117,6 +117,24 @@ class LegacySource:
             raise ValueError(f"{self.given.family.name}: {self.folder} does not fit the config.json of --hf-ref: "
                              + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
         return self
+
+    def files(self) -> list:
+        """The ranks' files."""
+        return [file.path for file in self.files_of.values()]
+
+    def left_out(self) -> list[str]:
+        """Names of tensors that are no parameters: none, since an optimizer's are not listed."""
+        return []
+
+    def parts(self, place: Placement) -> list[Tensor]:
+        """The whole Hugging Face tensors of ``place``, taken apart shard by shard."""
+        shards, _ = self._find(place.names[0])
+        whole = [tensor.rows(0, tensor.shape[0]) for tensor in shards.tensors]
+        if self._across(shards):
+            return [torch.cat(whole, 1)]
+        if place.slot.vocab:
+            return [torch.cat(whole)[: place.shape(self.config)[0]]]
+        return shards.place.slot.packing.unpack(whole, self.config)
 
     def _find(self, name: str) -> tuple[Shards, int]:
         name = self.repeated.get(name, name)

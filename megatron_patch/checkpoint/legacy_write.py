@@ -8,6 +8,7 @@ import torch
 from megatron_patch import layout, spec
 from megatron_patch.checkpoint import archive, legacy_layout, mtp
 from megatron_patch.checkpoint.archive import Pending
+from megatron_patch.checkpoint.ledger import written_dtype
 from megatron_patch.checkpoint.legacy_layout import Held, Rank
 from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.recipe import File, Item, Piece
@@ -66,7 +67,7 @@ def _rank_file(source, config, rank: Rank, dtype, backend, args) -> File:
 def _pending(source, config, rank: Rank, held: Held, owner: str, dtype) -> Pending:
     place = held.place
     pieces, padding = shard(place, config, rank.etp if place.slot.expert else rank.tp)
-    kind, shape = _dtype(source, place, dtype), place.shard_shape(config)
+    kind, shape = written_dtype(source, place, dtype), place.shard_shape(config)
     row = torch.Size(shape[1:]).numel() * kind.itemsize
     return Pending(owner, shape, kind, tuple(pieces), padding * row)
 
@@ -78,12 +79,3 @@ def shard(place: Placement, config, tp_rank: int) -> tuple[list[Piece], int]:
         return [Piece(place.names[0], 0, rows, (tp_rank * width, (tp_rank + 1) * width))], 0
     runs, padding = place.row_runs(config, tp_rank)
     return [Piece(place.names[run.part], run.start, run.start + run.length) for run in runs], padding
-
-
-def _dtype(source, place, dtype) -> torch.dtype:
-    kinds = {source.dtype(name) for name in place.names}
-    if dtype is not None and not place.slot.buffer:
-        return dtype
-    if len(kinds) > 1:
-        raise ValueError(f"{', '.join(place.names)} are fused into one tensor but have dtypes {sorted(map(str, kinds))}; choose --dtype.")
-    return kinds.pop()

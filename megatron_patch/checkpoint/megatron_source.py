@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.checkpoint.mtp import everything
+from megatron_patch.checkpoint.plan import Placement
 
 CACHE = 1 << 12
 
@@ -39,8 +40,8 @@ class MegatronSource(ABC):
 
     def __init__(self, config):
         self.config = config
-        self._at = {name: (place, part) for place in plan(config.family, config) for part, name in enumerate(place.names)}
-        self._shapes = {name: shape for place in plan(config.family, config)
+        self._at = {name: (place, part) for place in everything(config) for part, name in enumerate(place.names)}
+        self._shapes = {name: shape for place in everything(config)
                         for name, shape in zip(place.names, place.part_shapes(config))}
         self._stretches = lru_cache(CACHE)(self._make_stretches)
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_patch import upstream
+from megatron_patch.checkpoint import stored
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.slots import LAYER, Slot
 
+INNER = ("transformer_layer", "mtp_model_layer")  # what the transformer layer in such a layer is called: by core 0.16, and after
 LAYERS = "model.layers.{layer}."
 AROUND = {  # names in the two worlds, and the slot
     "shared_head.norm.weight": Slot("mtp.layers.{layer}.final_layernorm.weight", lambda c: (c.hidden_size,)),
@@ -29,6 +31,12 @@ def count(config) -> int:
     return number
 
 
+def everything(config) -> Iterator[Placement]:
+    """The parameters of the whole model: those of the plan, then those of these layers, under the names of megatron-core 0.16."""
+    yield from plan(config.family, config)
+    yield from predictions(config, inner=INNER[0])
+
+
 def predictions(config, experts=None, inner: str | None = None) -> Iterator[Placement]:
     """The parameters of these layers, numbered from num_layers on; ``experts`` (global ids) narrow it. ``inner``: what Megatron calls
     the transformer layer in each, the installed core's name when not given."""
@@ -42,7 +50,7 @@ def predictions(config, experts=None, inner: str | None = None) -> Iterator[Plac
 
 
 def _moved(place: Placement, number: int, prefix: str) -> Placement:
-    slot = replace(place.slot, local=place.slot.local.replace(LAYER, prefix), te=place.slot.te.replace(LAYER, prefix), disk="")
+    slot = replace(place.slot, **{name: getattr(place.slot, name).replace(LAYER, prefix) for name in ("local", "te", "disk")})
     names = tuple(template.format(layer=number, expert=place.expert) for template in place.templates)
     return replace(place, slot=slot, layer=number, names=names)
 
@@ -52,3 +60,31 @@ def repeated(config) -> dict[str, str]:
     weights = config.family.weights
     return {LAYERS.format(layer=number) + name: weights[key if key in weights and not (key == "head" and config.tied) else "embed"][0]
             for number in range(config.num_layers, config.num_layers + count(config)) for name, key in SHARED.items()}
+
+
+def is_prediction(place: Placement) -> bool:
+    """Whether it is a parameter of such a layer; its number is then counted on from the decoder's."""
+    return place.slot.local.startswith("mtp.")
+
+
+def stored_tensors(config) -> list[stored.Stored]:
+    """Every tensor of the folder that a checkpoint of the whole model is released as."""
+    own = stored.tensors(config, everything(config))
+    shapes = {tensor.name: tensor.shape for tensor in own}
+    return own + [stored.Stored(name, shapes[other], ((other,),)) for name, other in repeated(config).items()]
+
+
+def on_disk(names, prefix: str) -> int:
+    """One more than the highest number after ``prefix`` among ``names``."""
+    numbers = (name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix))
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+
+
+def released(names, config) -> int:
+    """How many such layers a folder with tensors ``names`` holds whole enough to be taken: those with a projection of their own."""
+    if not config.family.extra_layers:
+        return 0
+    have, number = set(names), 0
+    while {name := LAYERS.format(layer=config.num_layers + number) + "eh_proj.weight", name.removeprefix("model.")} & have:
+        number += 1
+    return number

@@ -2,33 +2,43 @@
 
 from pathlib import Path
 
-from megatron_patch.checkpoint import tracker
+from megatron_patch.checkpoint import legacy_files, mtp, tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.grown import GrownVocab
+from megatron_patch.checkpoint.legacy_source import LegacySource
 from megatron_patch.checkpoint.plan import plan
 from megatron_patch.checkpoint.torch_dist_read import TorchDist
 from megatron_patch.checkpoint.torch_dist_source import TorchDistSource
 from megatron_patch.translate import load_config
 
-HF, TORCH_DIST = "hf", "torch_dist"
+HF, TORCH_DIST, LEGACY = "hf", "torch_dist", "legacy"
 
 
 def open_hf(folder, config=None, vocab_size: int | None = None):
     """(source, config, origin) of a Hugging Face folder; ``origin`` is what a certificate says of it. ``vocab_size``: grown to."""
     config = config or load_config(folder)
-    source = Source(HfFolder(folder), config.family, config).check()
+    reader = HfFolder(folder)
+    config = config.replace(mtp_num_layers=mtp.released(reader.names(), config))
+    source = Source(reader, config.family, config).check()
     return *_grown(source, config, vocab_size), dict(format=HF, path=str(Path(folder).resolve()))
 
 
 def open_megatron(ckpt, hf_ref, config=None, vocab_size: int | None = None):
     """(source, config, origin) of a Megatron checkpoint, its root or one iteration. ``hf_ref``: the Hugging Face folder whose
     config.json says what model it is; ``vocab_size``: instead of its own. Raises ValueError where the two do not fit."""
-    folder, config = tracker.find(ckpt), config or load_config(hf_ref)
-    disk = TorchDist(folder)
-    if vocab_size and getattr(disk.common().get("args"), "vocab_size", None) == vocab_size:
+    config, legacy = config or load_config(hf_ref), legacy_files.find(ckpt)
+    disk = None if legacy else TorchDist(tracker.find(ckpt))
+    args = legacy_files.first_args(legacy) if legacy else disk.common().get("args")
+    if vocab_size and getattr(args, "vocab_size", None) == vocab_size:
         config = config.replace(vocab_size=vocab_size)  # it has been grown before
-    source = TorchDistSource(disk, config).check()
-    origin = dict(format=TORCH_DIST, path=str(folder.resolve()), hf_ref=str(Path(hf_ref).resolve()))
+    if legacy:
+        source = LegacySource(ckpt, config)
+        config = config.replace(mtp_num_layers=source.config.mtp_num_layers)
+    else:
+        config = config.replace(mtp_num_layers=mtp.on_disk(disk.tensors, "mtp.layers."))
+        source = TorchDistSource(disk, config)
+    source.check()
+    origin = dict(format=LEGACY if legacy else TORCH_DIST, path=str(source.folder.resolve()), hf_ref=str(Path(hf_ref).resolve()))
     return *_grown(source, config, vocab_size), origin
 
 

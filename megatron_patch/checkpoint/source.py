@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint import stored
+from megatron_patch.checkpoint import mtp, stored
 from megatron_patch.checkpoint.fp8 import Fp8
 from megatron_patch.checkpoint.mxfp4 import Mxfp4
-from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.family import View
 
 LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Source:
         self._last: tuple = (None, 0, 0, None)
         self._at: dict[str, Location] = {}
         self._missing: list[tuple[Placement, str]] = []
-        for place in plan(family, config):
+        for place in mtp.everything(config):
             for name, template, shape in zip(place.names, place.templates, place.part_shapes(config)):
                 found = self._find(name, template, place, shape)
                 if found is None:
@@ -56,6 +56,8 @@ class Source:
                     self._missing.append((place, view.name.format(layer=place.layer) if view else name))
                 else:
                     self._at[name] = found
+        self._repeated = {spelled: other for name, other in mtp.repeated(config).items() for spelled in self._spellings(name)
+                          if spelled in self._have}
 
     @property
     def bytes_read(self) -> int:
@@ -147,7 +149,7 @@ class Source:
     def check(self) -> "Source":
         """Raise ValueError unless every parameter is there, in its shape and a weight's dtype, and every tensor is used or
         known to be none."""
-        problems = self._lacking() + self._misshapen() + self._no_weights() + self._unused() + self._tied_head()
+        problems = self._lacking() + self._misshapen() + self._no_weights() + self._unused() + self._tied_head() + self._other_repeats()
         if problems:
             raise ValueError(f"{self.family.name}: {self.reader.where} does not fit its config.json: " + "; ".join(problems))
         self._tell(self._is_extra, f"layers beyond the {self.config.num_layers} of config.json (multi-token prediction")
@@ -156,11 +158,14 @@ class Source:
 
     def left_out(self) -> list[str]:
         """Tensors of the checkpoint that are no parameters of the model: a tied output layer, buffers, layers beyond the last."""
-        used = {at.name for at in self._at.values()}
+        used = self._used() | set(self._repeated)
         return [name for name in self.reader.names() if name not in used]
 
+    def _used(self) -> set[str]:
+        return {at.name for at in self._at.values()}
+
     def _tell(self, left_out, what) -> None:
-        names = [name for name in self.reader.names() if left_out(name)]
+        names = [name for name in self.left_out() if left_out(name)]
         if names and int(os.environ.get("RANK", 0)) == 0:
             LOG.warning("%s: %d tensors of %s, '%s' ...) are left out, as in Transformers: they are not trained, and an export has none.",
                         self.reader.where, len(names), what, names[0])
@@ -200,7 +205,7 @@ class Source:
                         for name in names if self.reader.dtype(name) not in WEIGHT_DTYPES], "of other dtypes")
 
     def _unused(self):
-        used = {at.name for at in self._at.values()} | set(self._spare_head())
+        used = self._used() | set(self._spare_head()) | set(self._repeated)
         lines = [f"holds '{name}' {list(self.reader.shape(name))}, which no parameter of this model takes" for name in self.reader.names()
                  if name not in used and not name.endswith(tuple(self.family.ignored)) and not self._is_extra(name)
                  and not self._is_other_part(name)]
@@ -218,6 +223,10 @@ class Source:
             return []
         return [f"'{name}' differs from '{embed}' although config.json says tie_word_embeddings=true; set it to false to keep both"
                 for name in self._spare_head() if not self._same(name, embed)]
+
+    def _other_repeats(self):
+        return [f"'{name}' differs from '{other}', which it repeats in the checkpoints of this family; a model has one of them"
+                for name, other in self._repeated.items() if other in self._at and not self._same(name, other)]
 
     def _same(self, name, embed) -> bool:
         if self.reader.shape(name) != self.reader.shape(self._at[embed].name):

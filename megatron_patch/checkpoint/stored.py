@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint.plan import plan
+from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.family import View
 
 
@@ -32,10 +32,10 @@ class Stored:
                 yield join([torch.cat(list(read(name))) for name in names], self.view)[None]
 
 
-def tensors(config) -> list[Stored]:
-    """Every tensor of the folder that save_pretrained would write for a model config, in plan order."""
+def tensors(config, places: Iterable[Placement] | None = None) -> list[Stored]:
+    """Every tensor of the folder that save_pretrained would write for a model config, in plan order; or those of ``places``."""
     family, slabs, shapes, views = config.family, {}, {}, {}
-    for place in plan(family, config):
+    for place in plan(family, config) if places is None else places:
         for name, template, shape in zip(place.names, place.templates, place.part_shapes(config)):
             view = family.alternatives.get(template) if family.stored else None
             key = name if view is None else view.name.format(layer=place.layer)

@@ -4,11 +4,13 @@ Homogeneous layers are one tensor with the layer as leading axis; otherwise ever
 axis. Source: core transformer_block.py, transformer_layer.py and experts.py, sharded_state_dict of each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.checkpoint import mtp
+from megatron_patch.checkpoint.plan import Placement
 
 BACKENDS = ("native", "te")
+EXTRA = ("layernorm", ".in_proj", ".out_proj", ".enorm", ".hnorm", ".eh_proj")  # modules with an `_extra_state` beside linear_*
 LAYER_FIELD = "{layer}."
 
 
@@ -33,6 +35,9 @@ def is_stacked(config) -> bool:
 def disk_tensors(place: Placement, config, stacked: bool) -> list[DiskTensor]:
     """Where ``place`` lies: one entry, or one per backend when native and TE models ask for different keys."""
     templates = dict.fromkeys(place.slot.disk_key(backend) for backend in BACKENDS)
+    if mtp.is_prediction(place):
+        place, stacked = replace(place, layer=place.layer - config.num_layers), False
+        templates = dict.fromkeys(template.replace(f".{mtp.INNER[0]}.", f".{inner}.") for template in templates for inner in mtp.INNER)
     return [_at(template, place, config, stacked) for template in templates]
 
 
@@ -51,12 +56,12 @@ def _at(template, place, config, stacked) -> DiskTensor:
 def extra_states(config, stacked: bool) -> list[str]:
     """Keys of the `_extra_state` objects that a native or a TE model asks for; a missing one is fatal to core's reader."""
     found = {}
-    for place in plan(config.family, config):
+    for place in mtp.everything(config):
         if place.slot.first or place.key == "head":
             continue
         for at in disk_tensors(place, config, stacked):
             module = at.key.rsplit(".", 1)[0]
-            if module.rsplit(".", 1)[-1].startswith("linear_") or module.endswith(("layernorm", ".in_proj", ".out_proj")):
+            if module.rsplit(".", 1)[-1].startswith("linear_") or module.endswith(EXTRA):
                 found[_object_key(module, at)] = None
             if place.key == "attn_out":
                 found[_object_key(module.replace("linear_proj", "core_attention"), at)] = None

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from megatron_patch.checkpoint.megatron_source import MegatronSource
-from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.checkpoint.mtp import everything
+from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.saved_args import differences
 from megatron_patch.checkpoint.source import shorten
 from megatron_patch.checkpoint.torch_dist_keys import DiskTensor, disk_tensors
@@ -17,7 +18,7 @@ class TorchDistSource(MegatronSource):
 
     def __init__(self, disk: TorchDist, config):
         super().__init__(config)
-        self.disk = disk
+        self.disk, self.folder = disk, disk.folder
 
     def held(self, place):
         at = self.locate(place)
@@ -50,7 +51,7 @@ class TorchDistSource(MegatronSource):
         args = self.disk.common().get("args")
         problems = differences(args, self.config) if args is not None else []
         used, seen = set(), set()
-        for place in plan(self.config.family, self.config):
+        for place in everything(self.config):
             try:
                 at = self.locate(place)
             except ValueError as error:

@@ -17,7 +17,8 @@ import torch
 from megatron_patch.checkpoint import output
 from megatron_patch.checkpoint.frame import frame, object_blob
 from megatron_patch.checkpoint.ledger import label, merged
-from megatron_patch.checkpoint.plan import Placement, plan
+from megatron_patch.checkpoint.mtp import everything
+from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.recipe import File, Item, Piece
 from megatron_patch.checkpoint.saved_args import disk_vocab_rows, saved_args
 from megatron_patch.checkpoint.torch_dist_keys import disk_tensors, extra_states
@@ -48,13 +49,13 @@ class Chunk:
 
 def chunks(config, dtype_of: Callable[[Placement], torch.dtype], stacked: bool) -> list[Chunk]:
     """All chunks in model order; ``dtype_of(placement)`` says how it is written."""
-    return [chunk for place in plan(config.family, config)
+    return [chunk for place in everything(config)
             for chunk in _place_chunks(place, config, dtype_of(place), disk_tensors(place, config, stacked))]
 
 
 def _place_chunks(place, config, dtype, disk):
     rows, *rest = place.shape(config)
-    lead, grid, out, owner = disk[0].lead, disk[0].grid, [], label(place)
+    lead, grid, out, owner = disk[0].lead, disk[0].grid, [], label(place, config)
 
     def add(ending, total, first, count, pieces):
         out.append(Chunk(owner, tuple(d.key + ending for d in disk), (*grid, total, *rest), dtype, (*lead, first, *[0] * len(rest)),

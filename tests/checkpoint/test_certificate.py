@@ -54,7 +54,7 @@ def test_the_same_lines_in_every_layout_and_direction(made, tmp_path):
     """Stacked or per layer, there or back, one worker or more: the hashes do not change; sha256 is sha256."""
     folder, out = made
     sides = lambda path: [json.loads((path / "conversion.json").read_text())[side] for side in ("hf", "megatron")]  # noqa: E731
-    convert.hf_to_megatron(folder, tmp_path / "p", stacked=False).run()
+    convert.hf_to_megatron(folder, tmp_path / "p", form=convert.Form(stacked=False)).run()
     convert.megatron_to_hf(tmp_path / "p", folder, tmp_path / "b", max_shard_size=3000).run(convert.Work(2))
     convert.megatron_to_megatron(tmp_path / "p", folder, tmp_path / "r").run()
     for other in ("p", "b", "r"):

@@ -39,7 +39,7 @@ def test_workers_write_what_one_writes(folder, tmp_path, dtype):
         convert.hf_to_megatron(folder, tmp_path / f"m{workers}", dtype).run(work)
         assert contents(tmp_path / f"m{workers}") == contents(tmp_path / "m")
     plans = {"b": lambda out: convert.megatron_to_hf(tmp_path / "m", folder, out, dtype, max_shard_size=9000),
-             "r": lambda out: convert.megatron_to_megatron(tmp_path / "m", folder, out, dtype, stacked=False)}
+             "r": lambda out: convert.megatron_to_megatron(tmp_path / "m", folder, out, dtype, form=convert.Form(stacked=False))}
     for name, planned in plans.items():
         planned(tmp_path / name).run()
         planned(tmp_path / f"{name}2").run(convert.Work(2))
