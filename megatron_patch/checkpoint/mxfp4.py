@@ -11,13 +11,16 @@ from megatron_patch.checkpoint.quantised import Quantised
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)])
+VALUES = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)], dtype=torch.bfloat16)
+# The two numbers of each byte, held as one, and the power of two of each scale.
+PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], 1).view(torch.int32).flatten()
+POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """bf16 [..., groups * 32] of codes [..., groups, 16] and scales [..., groups], both uint8."""
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    return torch.ldexp(VALUES[codes.int()], scales.int()[..., None] - 127).flatten(-2).to(torch.bfloat16)
+    numbers = PAIRS.index_select(0, blocks.flatten().int()).view(torch.bfloat16).view(*scales.shape, GROUP)
+    return (numbers * POWERS[scales.int()][..., None]).flatten(-2)
 
 
 class Mxfp4(Quantised):

@@ -119,8 +119,9 @@ class Source:
         key, (last, first, until, kept) = (at.name, at.expert), self._last
         if last != key or low < first or until < high:
             first, until = (low, high) if last != key else (0, at.stored[-1 if at.view.transposed else -len(at.shape)])
-            kept = self.reader.columns(at.name, first, until, at.expert).t() if at.view.transposed else self.reader.rows(
-                at.name, first, until, at.expert)
+            read = self.reader.columns if at.view.transposed else self.reader.rows
+            kept = read(at.name, first, until, at.expert)
+            kept = kept.t().contiguous() if at.view.transposed else kept  # whole, which is many times faster than a part of it
             self._last = key, first, until, kept
         return kept[low - first:high - first]
 

@@ -60,4 +60,4 @@ def part(slab: Tensor, view: View) -> Tensor:
 def join(parts: list[Tensor], view: View) -> Tensor:
     """The slab of ``parts``, the inverse of :func:`part`."""
     slab = torch.stack(parts, 1).flatten(0, 1) if view.interleaved else torch.cat(parts)
-    return slab.t() if view.transposed else slab
+    return slab.t().contiguous() if view.transposed else slab
