@@ -51,8 +51,8 @@ def ranks(config) -> list[Rank]:
         key = (rank % tp, rank // etp % ep)
         if found.setdefault(key, rank % etp) != rank % etp:
             raise ValueError(f"TP {tp} with expert TP {etp} and EP {ep} has no legacy checkpoint: expert shards {found[key]} and "
-                             f"{rank % etp} would both be written to {folder(config, Rank(key[0], 0, key[1], 0))}, as Megatron-LM does; choose an "
-                             f"expert TP that divides TP, or --format torch_dist.")
+                             f"{rank % etp} would both be written to {folder(config, Rank(key[0], 0, key[1], 0))}, as in Megatron-LM; "
+                             f"choose an expert TP that divides TP, or --format torch_dist.")
     return [Rank(t, pp, e, shard) for pp in range(config.pipeline_model_parallel_size) for (t, e), shard in sorted(found.items())]
 
 
