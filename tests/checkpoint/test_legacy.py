@@ -144,8 +144,8 @@ LLAMA = {"input_layernorm", "self_attention.linear_qkv", "self_attention.linear_
          "mlp.linear_fc2"}
 NORMED = {"self_attention.q_layernorm", "self_attention.k_layernorm"}
 MLA = {"input_layernorm", "pre_mlp_layernorm", "self_attention.linear_proj", "self_attention.linear_q_down_proj",
-       "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
-       "self_attention.kv_layernorm"}
+       "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj",
+       "self_attention.q_layernorm", "self_attention.kv_layernorm"}
 
 
 def experts(count: int) -> set[str]:
