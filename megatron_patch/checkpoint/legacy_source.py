@@ -25,8 +25,7 @@ class Shards:
 
 
 class LegacySource:
-    """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family; for the methods see
-    recipe.py.
+    """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family, see recipe.py.
 
     Its layout is what its files say, its parameters may have names of either backend, or of before Megatron-core. ``predictions``:
     names of prediction layers, which it answers for, too. Raises ValueError for files that are missing, torn or do not belong together.
