@@ -53,11 +53,11 @@ class Stored:
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def span(self, first: int, last: int) -> tuple[Path, int, int] | None:
-        """(file, offset, bytes) of rows [first, last), None where they are not in one piece."""
+    def spans(self, first: int, last: int) -> list[tuple[Path, int, int]] | None:
+        """[(file, offset, bytes)] of rows [first, last), None where they are not in one piece."""
         if not self.contiguous:
             return None
-        return self.file, self.offset + first * self.row_bytes, (last - first) * self.row_bytes
+        return [(self.file, self.offset + first * self.row_bytes, (last - first) * self.row_bytes)]
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows [first, last); only their bytes are read."""
@@ -65,15 +65,6 @@ class Stored:
             return self._mapped()[first:last].clone(memory_format=torch.contiguous_format)
         out = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
         _fill(self.file, [(out, self.offset + first * self.row_bytes)])
-        return out
-
-    def columns(self, first: int, last: int) -> Tensor:
-        """Columns [first, last) of a matrix; only their bytes are read."""
-        if not self.contiguous:
-            return self._mapped()[:, first:last].clone(memory_format=torch.contiguous_format)
-        out = torch.empty((self.shape[0], last - first), dtype=self.dtype)
-        skip = self.offset + first * self.dtype.itemsize
-        _fill(self.file, [(out[row], skip + row * self.row_bytes) for row in range(self.shape[0])])
         return out
 
     def _mapped(self) -> Tensor:

@@ -1,16 +1,17 @@
 """A legacy Megatron checkpoint seen through a family: the tensors of Hugging Face names, their bytes where they lie in the ranks' files."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from megatron_patch.checkpoint import legacy_files, legacy_layout, legacy_rows, mtp
+from megatron_patch.checkpoint import legacy_files, legacy_layout, legacy_rows
 from megatron_patch.checkpoint.archive_read import Stored
+from megatron_patch.checkpoint.megatron_source import MegatronSource
 from megatron_patch.checkpoint.plan import Placement
-from megatron_patch.checkpoint.recipe import BLOCK
 from megatron_patch.checkpoint.saved_args import differences
 from megatron_patch.checkpoint.source import WEIGHT_DTYPES, shorten
+from megatron_patch.packing import Run
 from megatron_patch.spec import IMPLEMENTATIONS
 
 DOWN = ("q_down", "kv_down")  # latent projections: whole on every rank, or cut by core's local spec
@@ -24,11 +25,11 @@ class Shards:
     tensors: tuple[Stored, ...]
 
 
-class LegacySource:
-    """The checkpoint ``ckpt`` (its root, or the folder of mp_rank_* folders) by the names of ``config``'s family, see recipe.py.
+class LegacySource(MegatronSource):
+    """The checkpoint ``ckpt``: its root, or the folder of mp_rank_* folders.
 
-    Its layout is what its files say, its parameters may have names of either backend, or of before Megatron-core. ``predictions``:
-    names of prediction layers, which it answers for, too. Raises ValueError for files that are missing, torn or do not belong together.
+    Its layout and its prediction layers are what its files say, its parameters may have names of either backend, or of before
+    Megatron-core. Raises ValueError for files that are missing, torn or do not belong together.
     """
 
     def __init__(self, ckpt, config):
@@ -36,14 +37,13 @@ class LegacySource:
         if self.folder is None:
             raise ValueError(f"{ckpt} holds no mp_rank_00/{legacy_layout.FILE}, and no tracker that leads to one; expected a checkpoint "
                              f"that Megatron-LM saved with --ckpt-format torch.")
-        self.config, self.files_of = legacy_files.layout_of(self.folder, config)
+        layout, self.files_of = legacy_files.layout_of(self.folder, config)
+        super().__init__(layout)
         self.args = next(iter(self.files_of.values())).args
-        self.repeated = mtp.repeated(self.config)
         self._version = self._order()
         self._rope = legacy_rows.other_rope(self.args, config)
-        self._at: dict[str, tuple[Shards, int]] = {}
-        self._last: tuple = (None, [])  # parts of one parameter are asked for one after the other
-        self._problems, self.predictions = [], [*self.repeated]
+        self._shards: dict[tuple[str, ...], Shards] = {}
+        self._problems: list[str] = []
         self._collect()
 
     def _order(self) -> float | None:
@@ -105,10 +105,7 @@ class LegacySource:
             self._problems.append(f"the shards of {', '.join(place.names)} have dtypes {sorted(map(str, kinds))}")
         count = place.tp(self.config)
         if set(range(count)) <= set(shards):
-            whole = Shards(place, tuple(shards[rank] for rank in range(count)))
-            self._at.update({name: (whole, part) for part, name in enumerate(place.names)})
-        if place.layer is not None and place.layer >= self.config.num_layers:
-            self.predictions += place.names
+            self._shards[place.names] = Shards(place, tuple(shards[rank] for rank in range(count)))
 
     def check(self) -> "LegacySource":
         """Raise ValueError unless arguments, tensors and shapes agree with config.json and no tensor of the model is left over."""
@@ -126,87 +123,30 @@ class LegacySource:
         """Names of tensors that are no parameters: none, since an optimizer's are not listed."""
         return []
 
-    def parts(self, place: Placement) -> list[Tensor]:
-        """The whole Hugging Face tensors of ``place``, taken apart shard by shard."""
-        shards, _ = self._find(place.names[0])
-        whole = [tensor.rows(0, tensor.shape[0]) for tensor in shards.tensors]
-        if self._across(shards):
-            return [torch.cat(whole, 1)]
-        if place.slot.vocab:
-            return [torch.cat(whole)[: place.shape(self.config)[0]]]
-        return shards.place.slot.packing.unpack(whole, self.config)
-
-    def _find(self, name: str) -> tuple[Shards, int]:
-        name = self.repeated.get(name, name)
-        if name not in self._at:
-            raise ValueError(f"{self.given.family.name}: {self.folder} lacks '{name}'.")
-        return self._at[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the Hugging Face tensor."""
-        shards, part = self._find(name)
-        return shards.place.part_shapes(self.config)[part]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the files."""
-        return self._find(name)[0].tensors[0].dtype
-
-    def spans(self, name: str, first: int, last: int) -> list | None:
-        """[(file, offset, bytes)] of these rows in order, None where they are no plain bytes of files."""
-        shards, _ = self._find(name)
-        if self._across(shards):
-            return None
-        spans = [tensor.span(low, high) for tensor, low, high in self._pieces(name, first, last)]
-        return None if None in spans else spans
-
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last)."""
-        shards, _ = self._find(name)
-        if self._across(shards):
-            return torch.cat([tensor.rows(first, last) for tensor in shards.tensors], 1)
-        parts = [tensor.rows(low, high) for tensor, low, high in self._pieces(name, first, last)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [shards.tensors[0].rows(0, 0)])
-
-    def columns(self, name: str, first: int, last: int) -> Tensor:
-        """Columns [first, last) of a matrix."""
-        shards, _ = self._find(name)
-        if self._across(shards):
-            width = shards.tensors[0].shape[1]
-            return torch.cat([tensor.columns(max(first - at, 0), min(last - at, width)) for at, tensor in
-                              zip(range(0, width * len(shards.tensors), width), shards.tensors) if at < last and first < at + width], 1)
-        rows, wide = self.shape(name)
-        step = max(1, BLOCK // max(1, wide * self.dtype(name).itemsize))
-        out = torch.empty((rows, last - first), dtype=self.dtype(name))
-        for at in range(0, rows, step):
-            out[at : at + step] = self.rows(name, at, min(at + step, rows))[:, first:last]
-        return out
-
-    def _across(self, shards: Shards) -> bool:
-        return shards.place.slot.tp_dim == 1 and len(shards.tensors) > 1
-
-    def _pieces(self, name, first, last):
-        """(shard, first row, last row) that make up rows [first, last)."""
-        shards, part = self._find(name)
-        if self._last[0] is not shards:
-            self._last = shards, _segments(shards, self.config)
-        for start, shard, row, count in self._last[1][part]:
-            low, high = max(start, first), min(start + count, last)
-            if low < high:
-                yield shards.tensors[shard], row + low - start, row + high - start
+    def held(self, place):
+        if place.names not in self._shards:
+            raise ValueError(f"{self.given.family.name}: {self.folder} lacks '{place.names[0]}'.")
+        adapted, tensors = self._shards[place.names].place, self._shards[place.names].tensors
+        rows = place.shape(self.config)[0]
+        if adapted.slot.tp_dim == 1 and len(tensors) > 1:
+            return [(_Across(tensors), [Run(0, 0, rows)])]
+        if adapted.slot.vocab:
+            first = [rank * tensor.shape[0] for rank, tensor in enumerate(tensors)]
+            return [(tensor, [Run(0, at, min(tensor.shape[0], rows - at))]) for at, tensor in zip(first, tensors) if at < rows]
+        return [(tensor, adapted.row_runs(self.config, rank)[0]) for rank, tensor in enumerate(tensors)]
 
 
-def _segments(shards: Shards, config) -> list[list[tuple[int, int, int, int]]]:
-    """Per part [(its row, shard, row of the shard, rows)], in the part's own order."""
-    place, out = shards.place, [[] for _ in shards.place.names]
-    for rank, tensor in enumerate(shards.tensors):
-        at = 0
-        if place.slot.vocab:
-            first = rank * tensor.shape[0]
-            runs = [(0, first, min(tensor.shape[0], place.shape(config)[0] - first))]
-        else:
-            runs = place.row_runs(config, rank)[0]
-        for part, start, length in runs:
-            if length > 0:
-                out[part].append((start, rank, at, length))
-            at += length
-    return [sorted(found) for found in out]
+class _Across(NamedTuple):
+    """Shards side by side."""
+
+    tensors: tuple[Stored, ...]
+
+    @property
+    def dtype(self):
+        return self.tensors[0].dtype
+
+    def rows(self, first, last):
+        return torch.cat([tensor.rows(first, last) for tensor in self.tensors], 1)
+
+    def spans(self, first, last):
+        return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_patch.checkpoint.mtp import everything
 from megatron_patch.checkpoint.plan import Placement
+from megatron_patch.checkpoint.recipe import BLOCK
 
 CACHE = 1 << 12
 
@@ -73,7 +74,12 @@ class MegatronSource(ABC):
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def columns(self, name: str, low: int, high: int) -> Tensor:
-        return self.rows(name)[:, low:high].contiguous()
+        rows, width = self.shape(name)
+        step = max(1, BLOCK // max(1, width * self.dtype(name).itemsize))
+        out = torch.empty((rows, high - low), dtype=self.dtype(name))
+        for at in range(0, rows, step):
+            out[at : at + step] = self.rows(name, at, min(at + step, rows))[:, low:high]
+        return out
 
     def spans(self, name: str, first: int, last: int) -> list | None:
         out = []

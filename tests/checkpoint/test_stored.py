@@ -62,8 +62,8 @@ def test_parts_of_the_file(hf):
     assert torch.equal(found.columns(AT + "3.down_proj.weight", 7, 9), raw[AT + "down_proj"][3, 7:9].t())
     assert torch.equal(found.rows(AT + "3.up_proj.bias"), raw[AT + "gate_up_proj_bias"][3, 1::2])
     assert torch.equal(found.rows(AT + "3.down_proj.bias"), raw[AT + "down_proj_bias"][3])
-    assert [found.span(AT + f"3.{name}") for name in ("gate_proj.weight", "up_proj.bias", "down_proj.weight")] == [None] * 3
-    assert found.span(AT + "3.down_proj.bias") is not None
+    assert [found.spans(AT + f"3.{name}", 0, 1) for name in ("gate_proj.weight", "up_proj.bias", "down_proj.weight")] == [None] * 3
+    assert found.spans(AT + "3.down_proj.bias", 0, 1) is not None
 
 
 def test_a_rank_reads_its_own_experts(hf):
