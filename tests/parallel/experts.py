@@ -22,7 +22,7 @@ def make(root) -> dict:
         model = tiny.save(case, folder, **sizes)
         with torch.no_grad():
             torch.save({"tokens": ids, "logits": model(ids).logits}, folder / "expected.pt")
-        hf_to_megatron(folder, Path(root) / f"{name}-megatron")
+        hf_to_megatron(folder, Path(root) / f"{name}-megatron").run()
         out[name] = [str(folder), str(Path(root) / f"{name}-megatron")]
     return out
 

@@ -91,6 +91,6 @@ def test_release(models, data, tmp_path):
     """A conversion (release/) starts a run at iteration 0 with the losses of --hf-model."""
     from megatron_patch.checkpoint.convert import hf_to_megatron
 
-    hf_to_megatron(models["llama"], tmp_path / "ck")
+    hf_to_megatron(models["llama"], tmp_path / "ck").run()
     lines = run_ranks(1, f"{JOBS}:from_release", models, data, str(tmp_path / "ck"))[0]
     assert lines[0] == lines[1] and len(lines[0]) == 2

@@ -112,7 +112,7 @@ def test_dry_run_reads_the_checkpoint(models, data, tmp_path, capsys):
     from megatron_patch.checkpoint.convert import hf_to_megatron
     from tests.families import tiny
 
-    hf_to_megatron(models["llama"], tmp_path / "ck")
+    hf_to_megatron(models["llama"], tmp_path / "ck").run()
     tiny.save("llama", tmp_path / "wide", hidden_size=128)
     flags = ["--platform", "cpu", "--dry-run", "--data-path", data, "--seq-length", "32", "--micro-batch-size", "1", "--train-iters", "3",
              "--lr", "1e-3", "--load", str(tmp_path / "ck")]
