@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import torch
 
-from megatron_patch import layout, spec
+from megatron_patch import delta, layout, spec
 from megatron_patch.checkpoint import archive, legacy_layout, mtp
 from megatron_patch.checkpoint.archive import Pending
 from megatron_patch.checkpoint.ledger import written_dtype
@@ -25,9 +25,10 @@ def files(source, config, dtype: torch.dtype | None = None, backend: str = "nati
     Engine with grouped experts) names. Raises ValueError for a layout that does not work or has no such checkpoint.
     """
     layout.check(config)
-    if backend == "te" and set(spec.EDITS) & set(used(config)):
-        raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(used(config))}); write the names of "
-                         f"the native layers.")
+    own = [name for name in used(config) if name in spec.EDITS] + ["gated delta nets"] * delta.has_delta(config)
+    if backend == "te" and own:
+        raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(own)}); write the names of the native "
+                         f"layers.")
     args = rank_args(config, dtype, backend)
     out = [_rank_file(source, config, rank, dtype, backend, args) for rank in legacy_layout.ranks(config)]
     return [*out, File(TRACKER, (Item(TRACKER, torch.uint8, 0, (), head=b"release"),))]

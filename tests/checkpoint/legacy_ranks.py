@@ -2,10 +2,15 @@
 
 import contextlib
 import io
+from argparse import Namespace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.serialization import safe_globals
 
+from megatron_patch import parallel
+from megatron_patch.checkpoint import legacy_layout
 from tests.checkpoint.legacy_models import MTP
 from tests.checkpoint.ranks import _poisoned, _stock_args, wrong_parameters
 
@@ -34,3 +39,18 @@ def _one(name, hf, root, layout, saved):
         save_checkpoint(3, chunks, None, None, 0)
     dist.barrier()
     return [iteration, wrong, "load_return" not in told.getvalue(), str(saved)]  # stock prints that after a load that was not strict
+
+
+def load_all(cases):
+    """{case/layout: parameters that are missing, left over or wrong} after core's models took our files with load_state_dict(strict=True)."""
+    out = {}
+    for name, (hf, root, layout) in cases.items():
+        config, chunks = _poisoned(hf, layout)
+        at = parallel.place()
+        rank = next(r for r in legacy_layout.ranks(config) if (r.tp, r.pp, r.ep) == (at.tp, at.pp, at.ep))
+        with safe_globals([Namespace]):
+            found = torch.load(Path(root) / "release" / legacy_layout.folder(config, rank) / legacy_layout.FILE, weights_only=True)
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(found[legacy_layout.chunk_key(number, len(chunks))], strict=True)
+        out[name] = wrong_parameters(hf, config, chunks)
+    return out
