@@ -14,6 +14,7 @@ from megatron_patch.checkpoint.source import WEIGHT_DTYPES, shorten
 from megatron_patch.packing import Run
 from megatron_patch.spec import IMPLEMENTATIONS
 
+GROUPED = (".mlp.experts.weight1", ".mlp.experts.weight2")
 DOWN = ("q_down", "kv_down")  # latent projections: whole on every rank, or cut by core's local spec
 
 
@@ -67,6 +68,9 @@ class LegacySource(MegatronSource):
     def _match(self, file, key, rank, chunk, found) -> None:
         """Sort the tensors of a chunk into ``found``, and note what is missing or left over."""
         left = dict(file.chunks[key])
+        if any(name.endswith(GROUPED) for name in left):
+            raise ValueError(f"{file.path} holds all experts of a layer in one tensor (GroupedMLP, --moe-use-legacy-grouped-gemm), which is "
+                             f"not read; save it with the Megatron-LM that wrote it as --ckpt-format torch_dist.")
         for held in chunk:
             names = dict.fromkeys(held.name(backend) for backend in IMPLEMENTATIONS)
             name = next((name for name in names if name in left), None)

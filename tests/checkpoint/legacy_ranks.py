@@ -42,7 +42,7 @@ def _one(name, hf, root, layout, saved):
 
 
 def load_all(cases):
-    """{case/layout: parameters that are missing, left over or wrong} after core's models took our files with load_state_dict(strict=True)."""
+    """{case/layout: parameters that are missing, left over or wrong} after core's models took our files, strict=True."""
     out = {}
     for name, (hf, root, layout) in cases.items():
         config, chunks = _poisoned(hf, layout)

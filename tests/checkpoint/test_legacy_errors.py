@@ -179,3 +179,12 @@ def test_memory_does_not_grow_with_tensors(tmp_path):
         assert (spans is None) == ("down" in name) and sum(n for _, _, n in spans or []) in (0, rows * columns * 4)
         assert source.columns(name, 0, 8).shape == (rows, 8)
     assert peak() - before < 48 * MIB
+
+
+def test_grouped_experts_are_refused_by_name(tmp_path):
+    """All experts in one transposed tensor, as older Megatron-LM's GroupedMLP kept them."""
+    source = Tensors(small.tensors(small.MIXTRAL))
+    write(tmp_path, legacy_write.files(source, from_hf(small.MIXTRAL)), source)
+    path = tmp_path / "release/mp_rank_00" / FILE
+    edit(path, lambda found: found["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.zeros(16, 144)}))
+    assert f"{path} holds all experts of a layer in one tensor (GroupedMLP" in refusal(tmp_path, from_hf(small.MIXTRAL))
