@@ -27,8 +27,8 @@ def files(source, config, dtype: torch.dtype | None = None, backend: str = "nati
     layout.check(config)
     own = [name for name in used(config) if name in spec.EDITS] + ["gated delta nets"] * delta.has_delta(config)
     if backend == "te" and own:
-        raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(own)}); write the native "
-                         f"layers.")
+        raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(own)}); write the names of "
+                         "the native layers.")
     args = rank_args(config, dtype, backend)
     out = [_rank_file(source, config, rank, dtype, backend, args) for rank in legacy_layout.ranks(config)]
     return [*out, File(TRACKER, (Item(TRACKER, torch.uint8, 0, (), head=b"release"),))]

@@ -79,6 +79,7 @@ def test_beyond_4_gib(tmp_path, sizes):
         assert theirs[str(n)][-1] == ours[str(n)].rows(size - 1, size)[0] == n + 1
 
 
+@pytest.mark.slow
 def test_beyond_65535_records(tmp_path):
     """As many experts as do not fit a 16-bit count."""
     items = archive.items([Pending("", (1,), torch.uint8, (Piece("a", n % 200, n % 200 + 1),)) for n in range(66000)])

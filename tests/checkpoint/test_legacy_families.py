@@ -23,7 +23,7 @@ class Rows:
         return None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_core_takes_every_family(hf, tmp_path):
     """On two ranks, tensor-parallel and with virtual stages. Mutants: the native name of a slot, rows of another rank."""
