@@ -69,8 +69,8 @@ class LegacySource(MegatronSource):
         """Sort the tensors of a chunk into ``found``, and note what is missing or left over."""
         left = dict(file.chunks[key])
         if any(name.endswith(GROUPED) for name in left):
-            raise ValueError(f"{file.path} holds all experts of a layer in one tensor (GroupedMLP, --moe-use-legacy-grouped-gemm), which is "
-                             f"not read; save it with the Megatron-LM that wrote it as --ckpt-format torch_dist.")
+            raise ValueError(f"{file.path} holds all experts of a layer in one tensor (GroupedMLP, --moe-use-legacy-grouped-gemm), which "
+                             f"is not read; save it with the Megatron-LM that wrote it as --ckpt-format torch_dist.")
         for held in chunk:
             names = dict.fromkeys(held.name(backend) for backend in IMPLEMENTATIONS)
             name = next((name for name in names if name in left), None)

@@ -93,19 +93,25 @@ def test_what_does_not_fit_config_json(root):
 
     def change(found):
         state = found["model"]
-        state["decoder.layers.0.mlp.experts.weight1"] = state.pop(norm)
+        state["decoder.layers.0.mlp.other.weight"] = state.pop(norm)
         state["decoder.final_layernorm.weight"] = torch.ones(5)
         state["output_layer.weight"] = state["output_layer.weight"].to(torch.int8)
 
     edit(path, change)
     message = refusal(root, config_of(layernorm_epsilon=0.5))
     for told in ("norm_epsilon is 1e-05 in the checkpoint, 0.5 in config.json", f"{path} lacks {norm} or decoder.layers.0.self_attention."
-                 "linear_qkv.layer_norm_weight (slot 'attn_norm')", f"{path} holds 'decoder.layers.0.mlp.experts.weight1' [16]",
+                 "linear_qkv.layer_norm_weight (slot 'attn_norm')", f"{path} holds 'decoder.layers.0.mlp.other.weight' [16]",
                  f"'decoder.final_layernorm.weight' in {path} has shape [5], config.json needs [16]",
                  f"'output_layer.weight' in {path} has dtype torch.int8"):
         assert told in message
     with pytest.raises(ValueError, match="lacks 'model.layers.1.input_layernorm.weight'"):
         LegacySource(root, config_of()).rows("model.layers.1.input_layernorm.weight", 0, 1)
+
+
+def test_experts_in_one_tensor(root):
+    """GroupedMLP's experts, which lie transposed."""
+    edit(root / "mp_rank_01_001" / FILE, lambda found: found["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.ones(4)}))
+    assert f"{root / 'mp_rank_01_001' / FILE} holds all experts of a layer in one tensor (GroupedMLP" in refusal(root)
 
 
 def test_another_number_of_layers(root):
