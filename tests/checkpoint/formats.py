@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ NATIVE_KEYS = {
     "mixtral": [r"decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight"],
     MTP: [r".*\.self_attention\.q_layernorm\.weight", r".*\.self_attention\.kv_layernorm\.weight",
           r"decoder\.layers\.0\.pre_mlp_layernorm\.weight", r"mtp\.layers\.0\.mtp_model_layer\..*"]}
+config = lru_cache(legacy_models.config)
 ONE = dict(tp=1, tp_rank=0, ep=1, ep_rank=0, etp=1, etp_rank=0)
 
 
@@ -101,10 +103,10 @@ def wrong(kind, case, out, tensors) -> list[str]:
 
 def in_one_place(case, name, like, tensors, ranks=ONE, layers=range(LAST)):
     """What parameter ``name`` of a model with ``layers`` must be; ``like`` has its shape."""
-    config = legacy_models.config(case)
-    sizes = dict(heads=config.num_attention_heads, groups=config.num_query_groups, experts=config.get("num_moe_experts"))
+    model = config(case)
+    sizes = dict(heads=model.num_attention_heads, groups=model.num_query_groups, experts=model.get("num_moe_experts"))
     decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=n + 1) for n in layers])
-    want = expected._one(SimpleNamespace(config=config, decoder=decoder), native(name), like, tensors, sizes, ranks)
+    want = expected._one(SimpleNamespace(config=model, decoder=decoder), native(name), like, tensors, sizes, ranks)
     return want.to(torch.float32 if name.endswith("expert_bias") else next(iter(tensors.values())).dtype)  # padding is made in fp32
 
 
