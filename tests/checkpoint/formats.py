@@ -17,13 +17,12 @@ from tests.checkpoint.test_legacy import EP, PP, TP, load, native
 
 HF, DIST, DIST_TE, LEGACY, LEGACY_TE = FORMATS = ("hf", "torch_dist", "torch_dist te", "legacy", "legacy te")
 CASES = ("llama", "qwen2_tied", "qwen3_moe", "mixtral", MTP, "baichuan2", "falcon_40b")
-MOE = ("qwen3_moe", "mixtral", MTP)
+MOE = ("qwen3_moe", "mixtral", "deepseek_v3", MTP)
 # Keys that a native model asks for and a Transformer Engine model does not: norms that it fuses elsewhere, the other inner name.
-NATIVE_KEYS = {
-    "qwen3_moe": [r"decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight"],
-    "mixtral": [r"decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight"],
-    MTP: [r".*\.self_attention\.q_layernorm\.weight", r".*\.self_attention\.kv_layernorm\.weight",
-          r"decoder\.layers\.0\.pre_mlp_layernorm\.weight", r"mtp\.layers\.0\.mtp_model_layer\..*"]}
+SPARSE = [r"decoder\.layers\.mlp\.linear_fc1\.layer_norm_weight"]
+LATENT = [r".*\.self_attention\.q_layernorm\.weight", r".*\.self_attention\.kv_layernorm\.weight",
+          r"decoder\.layers\.0\.pre_mlp_layernorm\.weight"]
+NATIVE_KEYS = {"qwen3_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": LATENT, MTP: [*LATENT, r"mtp\.layers\.0\.mtp_model_layer\..*"]}
 config = lru_cache(legacy_models.config)
 ONE = dict(tp=1, tp_rank=0, ep=1, ep_rank=0, etp=1, etp_rank=0)
 
