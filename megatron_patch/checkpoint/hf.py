@@ -64,7 +64,8 @@ def load_hf(model, hf_dir, *, source=None) -> int:
     """Fill ``model`` (a chunk from build_model, or the list of this rank's chunks) from the HF folder ``hf_dir``.
 
     Returns the bytes this rank read. Raises ValueError that names tensors which are missing, unused or of another shape,
-    and parameters that no tensor fills. ``source`` replaces the folder, for instance a live HF model's state dict.
+    and parameters that no tensor fills. ``source`` replaces the folder: a live HF model's state dict (Source of a HfState), or a
+    Megatron checkpoint of any format, legacy mp_rank_* files too: ``opening.open_megatron(ckpt, hf_dir)[0]``.
     """
     chunks = bare(model)
     config = chunks[0].model_config

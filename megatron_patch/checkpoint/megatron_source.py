@@ -37,10 +37,11 @@ class Stretch(NamedTuple):
 
 
 class MegatronSource(ABC):
-    """By canonical names, as recipe.py asks. A format says what it holds of a placement and which runs of rows that is."""
+    """By canonical names, as recipe.py asks. A format says what it holds of a placement and which runs of rows that is.
+    ``bytes_read`` counts the rows that were asked for."""
 
     def __init__(self, config):
-        self.config = config
+        self.config, self.bytes_read = config, 0
         self._at = {name: (place, part) for place in everything(config) for part, name in enumerate(place.names)}
         self._shapes = {name: shape for place in everything(config)
                         for name, shape in zip(place.names, place.part_shapes(config))}
@@ -71,6 +72,7 @@ class MegatronSource(ABC):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         last = self.shape(name)[0] if last is None else last
         parts = [held.rows(low, high) for held, low, high in self._ranges(name, first, last)]
+        self.bytes_read += sum(part.numel() * part.element_size() for part in parts)
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def columns(self, name: str, low: int, high: int) -> Tensor:
