@@ -73,9 +73,7 @@ class CoreAttention(MegatronModule):
 
     def _context_parallel(self, query, key, value, attention_mask, kind):
         rank, size, local = self.cp_group.rank(), self.cp_size, query.shape[0]
-        key, value = (_gather(t, self.cp_group) for t in (key, value))
-        order = torch.cat([zigzag(r, size, local) for r in range(size)]).to(query.device).argsort()
-        key, value = key[order], value[order]
+        key, value = _whole(key, value, [zigzag(r, size, local) for r in range(size)], self.cp_group)
         half, causal, outs = local // 2, _is_causal(kind), []
         for chunk, part in ((rank, query[:half]), (2 * size - 1 - rank, query[half:])):
             first = chunk * half
@@ -112,13 +110,12 @@ class CoreAttention(MegatronModule):
         size, total = self.cp_size, bounds[-1]
         docs = [(low // size, high // size, low) for low, high in zip(bounds[:-1], bounds[1:])]
         where = [torch.cat([low + zigzag(r, size, b - a) for a, b, low in docs]) for r in range(size)]
-        keys, values = (_gather(t, self.cp_group) for t in (key, value))
-        order = torch.cat(where).to(query.device).argsort()
+        key, value = _whole(key, value, where, self.cp_group)
         q_T = where[self.cp_group.rank()].to(query.device)
         k_T = torch.arange(total, device=query.device)
         ids = documents(torch.tensor(bounds, device=query.device), total)
         mask = visible(q_T, k_T, causal=True, window=self.window) & (ids[q_T][:, None] == ids[None, :])
-        out = self._sdpa(query.unsqueeze(1), keys[order].unsqueeze(1), values[order].unsqueeze(1), mask, False)
+        out = self._sdpa(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, False)
         return out.flatten(2).squeeze(1)
 
     def _can_flash(self, query, key, value) -> bool:
@@ -161,6 +158,8 @@ def _is_causal(kind) -> bool:
     return kind in (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-def _gather(t: Tensor, group) -> Tensor:
-    """All ranks' tokens along axis 0; the backward is a reduce-scatter."""
-    return tensor_parallel.gather_from_sequence_parallel_region(t, group=group)
+def _whole(key: Tensor, value: Tensor, where: list[Tensor], group) -> list[Tensor]:
+    """Keys and values of all ranks of ``group`` in the order of the sequence, each rank's being those at its positions ``where``; the
+    backward is a reduce-scatter."""
+    order = torch.cat(where).to(key.device).argsort()
+    return [tensor_parallel.gather_from_sequence_parallel_region(t, group=group)[order] for t in (key, value)]
