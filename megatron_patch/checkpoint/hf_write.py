@@ -19,13 +19,14 @@ from torch import Tensor
 from megatron_patch import translate
 from megatron_patch.checkpoint import output, stored
 from megatron_patch.checkpoint.ledger import label, slabs
-from megatron_patch.checkpoint.mtp import everything
+from megatron_patch.checkpoint.mtp import everything, released
 from megatron_patch.checkpoint.recipe import File, Item
 from megatron_patch.checkpoint.safetensors_file import CODES
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe")  # tokenizer, generation config, remote code
 NOT_COMPANIONS = ("config.json", "conversion.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
+PREDICTIONS = "num_nextn_predict_layers"  # in config.json
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -78,13 +79,19 @@ class HfTarget:
         """Write what stands beside the tensors."""
         if len(self.shards) > 1:
             self._write_json(folder / "model.safetensors.index.json", self._index())
-        self._write_json(folder / "config.json", translate.to_hf(self.config, self.dtype))
+        self._write_json(folder / "config.json", self._config())
         if self.hf_ref is not None:
             copy_companions(self.hf_ref, folder)
 
     def shard_name(self, shard):
         n = len(self.shards)
         return "model.safetensors" if n == 1 else f"model-{shard + 1:05d}-of-{n:05d}.safetensors"
+
+    def _config(self):
+        """config.json, with as many prediction layers as there are among the tensors, whatever the reference says."""
+        found = translate.to_hf(self.config, self.dtype)
+        names = [spec.name for part in self.shards for spec in part]
+        return {**found, PREDICTIONS: released(names, self.config)} if PREDICTIONS in found else found
 
     def _index(self):
         specs = [spec for part in self.shards for spec in part]

@@ -52,3 +52,14 @@ def _predictions(hf, folder, sizes) -> list[str]:
     last = dist.get_rank() == dist.get_world_size() - 1 or config.pipeline_model_parallel_size == 1
     assert bool(here[-1]) == last and not any(here[:-1]), here
     return wrong_parameters(hf, config, chunks)
+
+
+def export(folders, out) -> None:
+    """Live models at TP2 and PP2 leave through save_hf to OUT/case-layout."""
+    from megatron_patch import load_hf, save_hf
+
+    for layout in ("tp2", "pp2"):
+        for case, hf in folders.items():
+            _, chunks = _poisoned(hf, LAYOUTS[2][layout])
+            load_hf(chunks, hf)
+            save_hf(chunks, Path(out) / f"{case}-{layout}", hf)

@@ -1,9 +1,6 @@
 """Whatever path a checkpoint took, a live model gives Transformers' logits, and prediction layers arrive bitwise."""
 
-import json
-
 import pytest
-from safetensors.torch import save_file
 
 from tests.checkpoint import formats, legacy_models
 from tests.checkpoint.format_ranks import LAYOUTS
@@ -32,11 +29,10 @@ def paths(tmp_path_factory):
 
 
 def _with_predictions(root):
-    save_file(legacy_models.tensors(MTP), root / "model.safetensors", {"format": "pt"})
-    (root / "config.json").write_text(json.dumps(legacy_models.raw(MTP), default=str))
-    formats.convert_to(LEGACY_TE, MTP, HF, root, root, root / "legacy")
-    formats.convert_to(DIST, MTP, LEGACY_TE, root / "legacy", root, root / "dist")
-    return [str(root), str(root / "dist")]
+    hf = formats.write_hf(root / "hf", MTP, legacy_models.tensors(MTP))
+    formats.convert_to(LEGACY_TE, MTP, HF, hf, hf, root / "legacy")
+    formats.convert_to(DIST, MTP, LEGACY_TE, root / "legacy", hf, root / "dist")
+    return [str(hf), str(root / "dist")]
 
 
 @pytest.mark.timeout(600)

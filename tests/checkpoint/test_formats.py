@@ -19,7 +19,7 @@ PAIRS = [(case, source, target) for case in CASES for source in FORMATS for targ
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Files are full of NaN before anything is written: what nobody writes shows."""
+    """Files are full of NaN before anything is written: what nobody writes shows (B29)."""
     prepare = engine._prepare
 
     def poison(folder, files, mark):

@@ -165,7 +165,7 @@ def _status(field):
 
 
 def test_memory_does_not_follow_tensor_size(tmp_path):
-    """Converting 64 MB tensors, with and without a cast, grows a process by less than one of them."""
+    """Converting 64 MB tensors, with and without a cast, grows a process by less than one of them (B160)."""
     config = {**small.LLAMA, "vocab_size": 1 << 20}
     folder = small.write(tmp_path / "x", config, small.tensors(config))
     _both_ways(folder, tmp_path / "warm")  # imports

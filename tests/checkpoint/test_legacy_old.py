@@ -94,7 +94,7 @@ def check(root, config, hf):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_order_of_qkv_rows(tmp_path, version, names, tp, zip_format):
     """checkpoint_version 0 (none recorded), 1, 2 and 3, each as its shape says, under both old vocabularies of names and in both file
-    formats. Mutants: versions 0 and 1 exchanged; heads of all ranks instead of one rank's."""
+    formats (B07). Mutants: versions 0 and 1 exchanged; heads of all ranks instead of one rank's."""
     config, hf = model()
     save(tmp_path, hf, config, version, names, tp, zip_format=zip_format)
     check(tmp_path, config, hf)

@@ -1,5 +1,5 @@
-"""Names and shapes of real Transformer Engine models, listed once with Transformer Engine 2.20 and megatron-core 0.19.2 in te_manifest.json:
-what we write for such models has these and no others, and what they saved is read (B125, B165)."""
+"""Names and shapes of real models of Transformer Engine 2.20 and megatron-core 0.19.2, listed once in te_manifest.json: what we
+write for such models has these and no others, and what they saved is read (B125, B165)."""
 
 import json
 import re
@@ -15,12 +15,11 @@ from tests.checkpoint.test_legacy import load
 from tests.checkpoint.written import Tensors, write
 from tests.families import tiny
 
-MANIFEST = {model: {name: shape for name, shape in names.items()}
-            for model, names in json.loads((Path(__file__).parent / "te_manifest.json").read_text()).items()}
+MANIFEST = json.loads((Path(__file__).parent / "te_manifest.json").read_text())  # {model: {name: shape}}
 EXPERT = re.compile(r"\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)$")
 # Keys that our torch_dist has beside those of the Transformer Engine model: what the native model of the same sizes asks for.
 SPARSE = {"decoder.layers.1.mlp.linear_fc1.layer_norm_weight"}
-NATIVE = {model: SPARSE for model in ("moe_sequential", "moe_grouped", "moe_grouped_shared_gate")}
+NATIVE = dict.fromkeys(("moe_sequential", "moe_grouped", "moe_grouped_shared_gate"), SPARSE)
 NATIVE["mla"] = {f"decoder.layers.{n}.{name}.weight" for n in (0, 1) for name in (
     "self_attention.q_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm")}
 

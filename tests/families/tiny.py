@@ -5,6 +5,8 @@ these weights are larger, and norm weights are not 1.
 """
 
 import importlib
+import json
+from pathlib import Path
 
 import torch
 
@@ -136,6 +138,13 @@ def raw_config(case: str) -> dict:
     """config.json of ``case``."""
     found = config(case)
     return {**vars(found), "dtype": "float32"} if CASES[case][0] in REFERENCES else found.to_dict()
+
+
+def written_config(folder, names) -> dict:
+    """config.json of ``folder`` as it is right beside tensors ``names``: with the prediction layers among them. Transformers writes 1 for
+    every DeepSeek-V3 and GLM-4.5, and no such layer (B21)."""
+    found, key = json.loads((Path(folder) / "config.json").read_text()), "num_nextn_predict_layers"
+    return {**found, key: sum(name.endswith(".eh_proj.weight") for name in names)} if key in found else found
 
 
 def build(case: str, seed: int = 0, **overrides):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tests.families.tiny import PROMPT
+from tests.families.tiny import PROMPT, written_config
 
 LAYOUTS = {
     "one": {},
@@ -229,6 +229,7 @@ def round_trip(folders: dict, layouts: list, out: str) -> dict:
     import json
 
     import torch.distributed as dist
+    from safetensors.torch import load_file
 
     from megatron_patch import save_hf
 
@@ -239,7 +240,8 @@ def round_trip(folders: dict, layouts: list, out: str) -> dict:
             target = f"{out}/{case}-{layout}"
             save_hf(chunks, target, folder)
             if dist.get_rank() == 0:
-                theirs, ours = (json.loads(Path(f, "config.json").read_text()) for f in (folder, target))
+                theirs = written_config(folder, load_file(f"{folder}/model.safetensors"))
+                ours = json.loads(Path(target, "config.json").read_text())
                 differ = sorted(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
                 found[f"{case}/{layout}"] = [*farthest(folder, target), differ]
     return found
