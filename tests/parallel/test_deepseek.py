@@ -55,28 +55,37 @@ def test_selection_bias_is_never_cast(zoo, tmp_path):
     assert {v.dtype for k, v in after.items() if k.endswith(BIAS)} == {torch.float32}
 
 
-def with_extra_layer(folder, target):
-    """A copy of ``folder`` with a multi-token-prediction layer after the last, as the hub's DeepSeek-V3 has one."""
+def with_extra_layer(folder, target, around=("enorm", "hnorm", "eh_proj", "shared_head.norm")):
+    """A copy of ``folder`` with a multi-token-prediction layer after the last, as the hub's DeepSeek-V3 has one; its number of tensors."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("gradients", "expected.pt"))
     weights = load_file(target / "model.safetensors")
-    last = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    raw = json.loads((target / "config.json").read_text())
+    last, hidden = raw["num_hidden_layers"], raw["hidden_size"]
     extra = {k.replace(f"layers.{last - 1}.", f"layers.{last}."): v.clone() for k, v in weights.items() if f"layers.{last - 1}." in k}
-    extra |= {f"model.layers.{last}.{name}.weight": torch.ones(4) for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+    shapes = {f"model.layers.{last}.{name}.weight": (hidden, 2 * hidden) if name == "eh_proj" else (hidden,) for name in around}
+    extra |= {name: torch.rand(shape) for name, shape in shapes.items()}
     save_file({**weights, **extra}, target / "model.safetensors", {"format": "pt"})
     return len(extra)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
-def test_layers_beyond_the_last_are_left_out(case, zoo, tmp_path, caplog):
-    """Multi-token-prediction layers are left out with one notice that counts them, and the export has Transformers' own key set."""
+def test_layers_beyond_the_last(case, zoo, tmp_path, caplog):
+    """A prediction layer comes along in a conversion, bitwise, and repeats embedding and head. What is no whole one, without its
+    projection, is left out with one notice that counts it, and the export has Transformers' own key set. Mutant: no notice."""
     from pathlib import Path
 
-    count = with_extra_layer(zoo[case], tmp_path / "hub")
+    with_extra_layer(zoo[case], tmp_path / "hub")
     convert.hf_to_megatron(tmp_path / "hub", tmp_path / "m").run()
+    convert.megatron_to_hf(tmp_path / "m", tmp_path / "hub", tmp_path / "back").run()
+    assert sorted(same(tmp_path / "hub", tmp_path / "back")) == [
+        f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    assert not [r for r in caplog.records if "beyond" in r.getMessage()]
+    count = with_extra_layer(zoo[case], tmp_path / "half", ("enorm", "hnorm", "shared_head.norm"))
+    convert.hf_to_megatron(tmp_path / "half", tmp_path / "n").run()
     (notice,) = [r.getMessage() for r in caplog.records if "beyond" in r.getMessage()]
     assert f"{count} tensors of layers beyond the 4" in notice
-    convert.megatron_to_hf(tmp_path / "m", tmp_path / "hub", tmp_path / "back").run()
-    assert not same(Path(zoo[case]), tmp_path / "back")
+    convert.megatron_to_hf(tmp_path / "n", tmp_path / "half", tmp_path / "out").run()
+    assert not same(Path(zoo[case]), tmp_path / "out")
 
 
 def test_families_without_such_layers_refuse_them(zoo, tmp_path):
