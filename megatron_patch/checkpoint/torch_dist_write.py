@@ -75,9 +75,10 @@ def _place_chunks(place, config, dtype, disk):
 
 
 def _row_chunks(place, rows, nbytes):
-    """[(first row, last row + 1)]: a rank reads whole chunks, so what tensor parallelism cuts into rows is not one of them."""
+    """[(first row, last row + 1)]: a rank reads whole chunks, so what tensor parallelism cuts into rows is several of them, a power of
+    two as its sizes are."""
     parts = min(ROW_CHUNKS, nbytes // MIN_CHUNK) if place.slot.tp_dim == 0 and not place.slot.expert else 1
-    step = -(-rows // max(parts, 1))
+    step = -(-rows // (1 << max(parts, 1).bit_length() - 1))
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 

@@ -97,6 +97,26 @@ def core_load(folder, chunks):
     return state
 
 
+def bytes_read(hf, ckpt):
+    """{torch_dist key: bytes of archives that this rank reads of it} while core fills a model at TP = world size, and what is wrong."""
+    from unittest import mock
+
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found, original = {}, FileSystemReader.read_data
+
+    def counted(reader, plan, planner):
+        for item in plan.items:
+            key = item.storage_index.fqn
+            found[key] = found.get(key, 0) + reader.storage_data[item.storage_index].length
+        return original(reader, plan, planner)
+
+    config, chunks = _poisoned(hf, dict(tensor_model_parallel_size=dist.get_world_size()))
+    with mock.patch.object(FileSystemReader, "read_data", counted):
+        core_load(Path(ckpt) / "release", chunks)
+    return [found, wrong_parameters(hf, config, chunks)]
+
+
 def everything(cases, out):
     """All that this world size can say about ``cases`` {name: [hf, ckpt]}: what core and stock load, and where they saved."""
     from megatron_patch import upstream
