@@ -116,13 +116,29 @@ def _of_hf(case, out, tensors):
 
 
 def _of_torch_dist(case, out, tensors):
+    return [(name, have, in_one_place(case, name, have, tensors)) for key, value in read_by_torch(out / "release").items()
+            for name, have in _slabs(key, value)]
+
+
+def read_by_torch(folder) -> dict[str, torch.Tensor]:
+    """{key: whole tensor} of a torch_dist folder, full of NaN before torch's own reader fills them."""
     from torch.distributed import checkpoint
 
-    reader = checkpoint.FileSystemReader(out / "release")
+    reader = checkpoint.FileSystemReader(folder)
     entries = {key: entry for key, entry in reader.read_metadata().state_dict_metadata.items() if hasattr(entry, "chunks")}
     state = {key: torch.full(tuple(entry.size), torch.nan, dtype=entry.properties.dtype) for key, entry in entries.items()}
     checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return [(name, have, in_one_place(case, name, have, tensors)) for key, value in state.items() for name, have in _slabs(key, value)]
+    return state
+
+
+def written_by_torch(folder, out) -> None:
+    """The torch_dist ``folder`` anew by torch's own writer: each tensor, all layers and experts, in one piece."""
+    from torch.distributed import checkpoint
+
+    out.mkdir(parents=True)
+    checkpoint.save(read_by_torch(folder), storage_writer=checkpoint.FileSystemWriter(out), no_dist=True)
+    for name in ("metadata.json", "common.pt"):
+        (out / name).write_bytes((folder / name).read_bytes())
 
 
 def _slabs(key, value):

@@ -8,7 +8,7 @@ import torch
 from megatron_patch.checkpoint import engine
 from megatron_patch.checkpoint.audit import audit
 from tests.checkpoint import formats
-from tests.checkpoint.formats import CASES, DIST_TE, FORMATS, HF, LEGACY_TE, MTP
+from tests.checkpoint.formats import CASES, DIST, DIST_TE, FORMATS, HF, LEGACY_TE, MTP
 from tests.checkpoint.test_certificate import by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -84,6 +84,16 @@ def test_the_certificate_by_hand(made, tables, tmp_path, case):
         assert (line["shape"], line["hash"]) == (list(want.shape), by_hand(want)), name
         held += want.numel()
     assert held == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("case, kind", [(case, kind) for case in CASES for kind in (DIST, DIST_TE) if case not in NO_TE or kind == DIST])
+def test_tensors_in_one_piece(made, tmp_path, case, kind):
+    """A torch_dist checkpoint as torch's own writer makes it, all layers and experts of a tensor in one piece, with common.pt and
+    metadata.json alone beside it (B37). Mutant: the number of a layer in a piece not counted in."""
+    tensors, hf, root = made(case, kind)
+    formats.written_by_torch(root / "release", tmp_path / "m/release")
+    formats.convert_to(HF, case, kind, tmp_path / "m/release", hf, tmp_path / "out")
+    assert formats.wrong(HF, case, tmp_path / "out", tensors) == []
 
 
 @pytest.mark.parametrize("source", FORMATS)
