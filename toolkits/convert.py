@@ -10,6 +10,7 @@ after an interruption.
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
+    gc.disable()  # a plan is many small objects that live to the end: to look for cycles among them is half of its time
     if hasattr(flags, "ckpt") and flags.hf_ref is None:
         raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
                          "a Megatron checkpoint holds neither.")

@@ -11,6 +11,9 @@ import torch
 
 # config.json under the hub's keys, as far as it says something about sizes.
 CONFIGS = {
+    "llama-70b": dict(
+        model_type="llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=8192, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=500000.0),
     "llama-405b": dict(
         model_type="llama", hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, hidden_act="silu",
