@@ -69,7 +69,12 @@ def _megatron_options(command) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; exits 0, or 1 with one line on stderr when nothing was written."""
-    console.run(command, parser().parse_args(argv))
+    flags = parser().parse_args(argv)
+    gc.disable()  # a plan is many small objects that live to the end: to look for cycles among them is half of its time
+    try:
+        console.run(command, flags)
+    finally:
+        gc.enable()
 
 
 def command(flags) -> int:
@@ -78,7 +83,6 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
-    gc.disable()  # a plan is many small objects that live to the end: to look for cycles among them is half of its time
     if hasattr(flags, "ckpt") and flags.hf_ref is None:
         raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
                          "a Megatron checkpoint holds neither.")
