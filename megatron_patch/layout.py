@@ -66,9 +66,10 @@ def _layers_per_rank(config, pp, flags):
         raise ValueError("a first or last pipeline stage size needs pipeline-model-parallel-size > 1, found 1.")
     ends = (first or 0) + (last or 0)
     middle, rest = pp - (first is not None) - (last is not None), config.num_layers - ends
-    if rest < 0 or (middle and rest % middle) or (not middle and rest):
+    if rest < 0 or (middle and (rest % middle or not rest)) or (not middle and rest):
         raise ValueError(f"{config.num_layers} layers minus first {first} and last {last} leave {rest} for {middle} middle stages; "
-                         f"choose sizes so that the rest is a multiple of {max(middle, 1)}" + ("." if middle else " (here exactly 0)."))
+                         f"choose sizes so that the rest is a multiple of {max(middle, 1)}"
+                         + (", and not 0." if middle else " (here exactly 0)."))
     mid = [rest // middle] * middle if middle else []
     return ([first] if first is not None else []) + mid + ([last] if last is not None else [])
 
@@ -90,11 +91,17 @@ def parse_layout(text: str) -> list[str]:
     """Stages of a layout string such as 'Et|(t|)*2,tL'. Source: core pipeline_parallel_layer_layout.py."""
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda m: m.group(1) * int(m.group(2)), text)
+        text = re.sub(pattern, _repeated, text)
     unknown = set(text) - set("EtmL|")
     if unknown:
         raise ValueError(f"pipeline-model-parallel-layout has unknown characters {sorted(unknown)}; expected E, t, m, L and |.")
     return text.split("|")
+
+
+def _repeated(match) -> str:
+    if len(match.group(2)) > 4:
+        raise ValueError(f"pipeline-model-parallel-layout repeats '{match.group(1)}' {match.group(2)} times; no model has so many layers.")
+    return match.group(1) * int(match.group(2))
 
 
 def _layout_counts(config, pp):

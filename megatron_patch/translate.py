@@ -1,6 +1,7 @@
 """Hugging Face config.json <-> model config. Reads v4 and v5 forms; writes back what was read, plus what changed."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +125,8 @@ def from_hf(raw: Mapping, where: str = "config.json") -> ModelConfig:
         _check_sizes(fields, hf, family, where)
         names, positions = family.names, family.positions(hf) if callable(family.positions) else family.positions
         rope = read_rope(hf, two=family.two_ropes) if positions == "rope" else Rope()
+        if not 0 < rope.theta < math.inf:
+            raise ValueError(f"{where}: rope_theta {rope.theta!r} is no base of a rotation; expected a positive number.")
         # Numbers that make no table are found here, not at the first forward pass.
         rope.table(fields["kv_channels"], _size(hf, names, "max_position_embeddings") or 2048)
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:

@@ -64,6 +64,12 @@ def start(platform_name=None):
         raise ValueError(str(error)) from error
 
 
+def check_json(path):
+    """Raises ValueError when `path` (a Path, or None) cannot be written, before the work that is to be told there."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ValueError(f"--json {path} cannot be written: {path.parent} is no folder that can be written, or {path} is one.")
+
+
 def write_json(path, result):
     """Write `result` to `path` (a Path, or None to do nothing), whole or not at all."""
     if path is None:
@@ -77,6 +83,13 @@ def write_json(path, result):
     temporary.replace(path)
 
 
+def positive(text):
+    """The type of a flag that takes a whole number from 1 on."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:12]) < 10**9:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
+    return int(text)
+
+
 def run(command, *arguments):
     """Call `command` and exit with what it returns (None: 0). What the user can mend (ValueError, a file missing or unreadable) is
     one line on stderr and exit 1; anything else is a fault of ours and keeps its traceback."""
@@ -86,6 +99,9 @@ def run(command, *arguments):
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1
+    except KeyboardInterrupt:
+        print("interrupted; a conversion goes on when the same command is given again", file=sys.stderr)
+        code = 130
     sys.exit(code or 0)
 
 

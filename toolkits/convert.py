@@ -47,8 +47,9 @@ def parser() -> argparse.ArgumentParser:
     for command in (there, back, again, hf):
         command.add_argument("--out", required=True, metavar="OUT", help="new or empty folder")
         command.add_argument("--dtype", choices=DTYPES, help="cast every tensor once (default: as in the source)")
-        command.add_argument("--vocab-size", type=int, metavar="N", help="grow the vocabulary to N rows; new ones are the mean of the old")
-        command.add_argument("--workers", type=int, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})")
+        command.add_argument("--vocab-size", type=console.positive, metavar="N",
+                             help="grow the vocabulary to N rows; new ones are the mean of the old")
+        command.add_argument("--workers", type=console.positive, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})")
         command.add_argument("--certificate-hash", choices=HASHES, default=HASHES[0], help=f"default: {HASHES[0]}")
         command.add_argument("--dry-run", action="store_true", help="check everything, print sizes and a time estimate, write nothing")
         command.add_argument("--json", metavar="FILE", type=Path, help="also write the report to FILE as JSON")
@@ -63,7 +64,7 @@ def _megatron_options(command) -> None:
                          "(default: as Megatron-core saves this model)")
     command.add_argument("--dialect", choices=("native", "te"), default="native", help="legacy: parameter names (default: native)")
     for flag, name in LAYOUT.items():
-        kind = dict(metavar="TEXT") if flag == "pipeline-layout" else dict(type=int, metavar="N")
+        kind = dict(metavar="TEXT") if flag == "pipeline-layout" else dict(type=console.positive, metavar="N")
         command.add_argument(f"--{flag}", dest=name, help=f"legacy: {name.replace('_', ' ')}", **kind)
 
 
@@ -86,8 +87,7 @@ def command(flags) -> int:
     if hasattr(flags, "ckpt") and flags.hf_ref is None:
         raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
                          "a Megatron checkpoint holds neither.")
-    if flags.workers < 1:
-        raise ValueError(f"--workers {flags.workers}: at least one process is needed.")
+    console.check_json(flags.json)
     planned = _plan(flags)
     if flags.dry_run:
         report = planned.describe()

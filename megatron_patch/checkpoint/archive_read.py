@@ -53,6 +53,10 @@ class Stored:
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def spans(self, first: int, last: int) -> list[tuple[Path, int, int]] | None:
         """[(file, offset, bytes)] of rows [first, last), None where they are not in one piece."""
         if not self.contiguous:

@@ -13,6 +13,7 @@ from megatron_patch.checkpoint import certificate, hashing, opening
 from megatron_patch.checkpoint.ledger import HF, MEGATRON, label
 from megatron_patch.checkpoint.mtp import everything, stored_tensors
 from megatron_patch.checkpoint.source import shorten
+from megatron_patch.translate import load_config
 
 
 def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[int, int], None] = lambda done, total: None) -> dict:
@@ -41,6 +42,11 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
         if hf:
             checks.written(HF, tensor.name, tensor.blocks(after.read))
     checks.names(one.left_out())
+    checks.summary(config)
+    if hf:
+        checks.config(config, target)
+    if hasattr(other, "other_copies"):
+        checks.problems += other.other_copies()
     return dict(passed=not checks.problems, problems=shorten(checks.problems, "problems"),
                 tensors={side: len(names) for side, names in checks.seen.items()}, source=str(source), target=str(target))
 
@@ -70,6 +76,13 @@ class _Parts:
     def read(self, name) -> list[Tensor]:
         place = self.at[name]
         return [self._of(place)[place.names.index(name)]]
+
+
+def _apart(have, want) -> str:
+    if isinstance(have, dict):
+        keys = [key for key in {**have, **want} if have.get(key) != want.get(key)]
+        return ", ".join(f"{key} {have.get(key)!r} instead of {want.get(key)!r}" for key in keys)
+    return f"{have!r} instead of {want!r}"
 
 
 class _Checks:
@@ -104,6 +117,23 @@ class _Checks:
             self.problems.append(f"'{name}': {who} shape {[rows, *rest]}, the certificate says {line['shape']}")
         elif made.hexdigest() != line["hash"]:
             self.problems.append(f"'{name}': {who} other values than the certificate says")
+
+    def summary(self, config):
+        """Family, counts and ties must be those of the model and the lines."""
+        for name, value in certificate.summary(config, {side: self.made[side] for side in self.seen}).items():
+            if self.made.get(name) != value:
+                self.problems.append(f"the certificate says {name} {self.made.get(name)}, found {value}")
+
+    def config(self, config, target):
+        """config.json of the target must say the same model."""
+        found = load_config(target)
+        for name in ("fields", "rope", "vocab_size", "tied", "max_position_embeddings"):
+            have, want = getattr(found, name), getattr(config, name)
+            if name == "fields":
+                have, want = ({k: v for k, v in fields.items() if k != "mtp_num_layers"} for fields in (have, want))
+            if have != want:
+                self.problems.append(f"config.json of the target says another {'model' if name == 'fields' else name} than the source: "
+                                     f"{_apart(have, want)}")
 
     def names(self, left_out):
         """Whatever is in the certificate must have been met, and what is left out must be as it was."""

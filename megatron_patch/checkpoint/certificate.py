@@ -13,9 +13,11 @@ import torch
 
 from megatron_patch.checkpoint import output
 from megatron_patch.checkpoint.ledger import HF, MEGATRON, Line
+from megatron_patch.checkpoint.source import WEIGHT_DTYPES
 
 NAME = "conversion.json"
 VERSION = 1
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
 PACKAGES = ("megatron_patch", "megatron-core", "torch", "transformers", "safetensors")
 
 
@@ -24,10 +26,15 @@ def make(source, config, lines: list[Line], digests: dict, algorithm: str, origi
     sides = {side: {line.name: dict(dtype=dtype_name(line.dtype), shape=list(line.shape), hash=digests[line.key])
                     for line in lines if line.side == side} for side in (HF, MEGATRON)}
     return dict(
-        certificate=VERSION, hash=algorithm, family=config.family.name, vocab_size=config.vocab_size, source=origin, target=target,
-        counts={side: dict(tensors=len(found), values=sum(math.prod(line["shape"]) for line in found.values()))
-                for side, found in sides.items()},
-        dtype_changes=casts(source, lines), tied=_tied(config), left_out=source.left_out(), versions=_versions(), **sides)
+        certificate=VERSION, hash=algorithm, vocab_size=config.vocab_size, source=origin, target=target, **summary(config, sides),
+        dtype_changes=casts(source, lines), left_out=source.left_out(), versions=_versions(), **sides)
+
+
+def summary(config, sides) -> dict:
+    """What follows from the model and the lines of both sides alone."""
+    counts = {side: dict(tensors=len(found), values=sum(math.prod(line["shape"]) for line in found.values()))
+              for side, found in sides.items()}
+    return dict(family=config.family.name, counts=counts, tied=_tied(config))
 
 
 def casts(source, lines: list[Line]) -> list[str]:
@@ -45,12 +52,14 @@ def read(path) -> dict:
     """The certificate in the file ``path``. Raises ValueError for anything else."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a certificate ({error}); expected a {NAME} written by a conversion.") from None
     if not isinstance(found, dict) or found.get("certificate") != VERSION:
         raise ValueError(f"{path} is no certificate of version {VERSION}; expected a {NAME} written by a conversion.")
-    if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found.get("left_out"), list) \
-            or not isinstance(found.get("vocab_size"), int):
+    names = found.get("left_out")
+    if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found["source"].get("path"), str) \
+            or not isinstance(names, list) or not all(isinstance(name, str) for name in names) \
+            or not isinstance(found.get("vocab_size"), int) or not 0 < found["vocab_size"] < 10**9:
         raise ValueError(f"{path} does not say what was converted into what; the certificate is damaged.")
     for side in (HF, MEGATRON):
         if not isinstance(found.get(side), dict) or not all(_is_line(line) for line in found[side].values()):
@@ -63,7 +72,8 @@ def _is_side(side) -> bool:
 
 
 def _is_line(line) -> bool:
-    return isinstance(line, dict) and isinstance(line.get("shape"), list) and all(isinstance(line.get(k), str) for k in ("dtype", "hash"))
+    return isinstance(line, dict) and line.get("dtype") in DTYPES and isinstance(line.get("hash"), str) \
+        and isinstance(line.get("shape"), list) and all(isinstance(n, int) and n >= 0 for n in line["shape"])
 
 
 def _tied(config) -> list[str]:
@@ -76,11 +86,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name`. Raises ValueError for what is no dtype."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"'{name}' in the certificate is no dtype; the file is damaged.")
-    return found
+    """The inverse of :func:`dtype_name`."""
+    return DTYPES[name]
 
 
 def _versions() -> dict[str, str]:

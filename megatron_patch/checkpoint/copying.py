@@ -74,7 +74,7 @@ class Copier:
                     self._span(*span, [made for _, made in hashes], out)
                 return
         for block in piece.blocks(self.source):
-            before, after = _bytes(block), _bytes(block.to(dtype))
+            before, after = _bytes(block), _bytes(_cast(block, dtype, piece))
             for kind, made in hashes:
                 made.update(after if kind == dtype else before)
             if out is not None:
@@ -119,6 +119,15 @@ class _Out:
             done += os.pwrite(self.fd, data[done:], self.at + done)
         self.at += done
         self.count(done)
+
+
+def _cast(block, dtype, piece):
+    """``block`` as ``dtype``. Raises ValueError for a number that float16 cannot hold."""
+    cast = block.to(dtype)
+    if dtype is torch.float16 and not torch.equal(cast.isinf(), block.isinf()):
+        raise ValueError(f"'{piece.names[0]}' holds {block.abs().max().item():.3g}, more than the {torch.finfo(dtype).max:.0f} of float16; "
+                         f"choose --dtype bf16 or fp32.")
+    return cast
 
 
 def _bytes(block: torch.Tensor):

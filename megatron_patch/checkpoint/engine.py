@@ -27,13 +27,16 @@ MARGIN = 1 << 20  # bytes for what stands beside the tensors
 
 def fingerprint(files: list[File], lines: list[Line], source, algorithm: str) -> str:
     """Tells whether a journal is of this recipe, these source files and this hash."""
-    made = hashlib.sha256(algorithm.encode())
-    for path in sorted(source.files()):
-        found = os.stat(path)
-        made.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+    made = hashlib.sha256(f"{algorithm}{stamp(source)}".encode())
     for part in (*files, *lines):
         made.update(repr(part).encode())
     return made.hexdigest()
+
+
+def stamp(source) -> list[tuple]:
+    """Tells whether a source's files are those of before."""
+    found = [(str(path), os.stat(path)) for path in sorted(source.files())]
+    return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for path, stat in found]
 
 
 def begun(work: Path, mark: str) -> bool:
@@ -54,7 +57,7 @@ def run(files: list[File], lines: list[Line], source, folder: Path, *, mark: str
     """
     todo = units.cut(files, lines)
     if begun(folder, mark) and all(_has_size(folder / file.path, file.length) for file in files):
-        done = _journal(folder)
+        done = _journal(folder, todo)
     else:
         done = {}
         _check_space(folder, files)
@@ -74,6 +77,17 @@ def run(files: list[File], lines: list[Line], source, folder: Path, *, mark: str
         each = _alone if workers <= 1 or len(left) <= 1 else _together
         each(todo, left, lambda told: Copier(source, folder, algorithm, told), finished, count, min(workers, len(left)))
     return {line.key: digest for number, work in enumerate(todo) for line, digest in zip(work.lines, done[number])}
+
+
+def keep_only(folder: Path, files: list[File], below: str) -> None:
+    """Remove from a work folder what is neither one of ``files``, which lie in its folder ``below``, nor the journal."""
+    own = {folder / below / name for name in (*(file.path for file in files), JOURNAL)}
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            if not any(path in other.parents for other in own):
+                path.rmdir()
+        elif path not in own:
+            path.unlink()
 
 
 def forget(folder: Path) -> None:
@@ -113,15 +127,18 @@ def _has_size(path, length):
     return path.is_file() and path.stat().st_size == length
 
 
-def _journal(folder) -> dict[int, list[str]]:
+def _journal(folder, todo) -> dict[int, list[str]]:
     """{unit: digests} of whole journal lines; a torn last line is cut off."""
     path, out, good = folder / JOURNAL, {}, 0
     for number, raw in enumerate(path.read_bytes().splitlines(keepends=True)):
         try:
             line = json.loads(raw)
             if number:
-                out[line["unit"]] = line["digests"]
-        except (ValueError, KeyError, TypeError):
+                unit, digests = int(line["unit"]), list(line["digests"])
+                if unit < 0 or len(todo[unit].lines) != len(digests):
+                    break
+                out[unit] = digests
+        except (ValueError, KeyError, TypeError, IndexError):
             break
         if not raw.endswith(b"\n"):
             break

@@ -11,6 +11,8 @@ from pathlib import Path
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY  # how one is opened
 
+TRIES = 1000  # to take a folder that others publish or remove at the same moment
+
 _HELD: dict[str, tuple[int, int, int]] = {}  # folder -> (its locked descriptor, process, thread)
 
 
@@ -77,12 +79,12 @@ def _me() -> tuple[int, int]:
 
 
 def _lock(folder: Path) -> int:
-    while True:
+    for left in range(TRIES, -1, -1):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(folder, FOLDER | os.O_NOFOLLOW)
         except (FileExistsError, FileNotFoundError):
-            if os.path.lexists(folder) and not folder.is_dir():
+            if not left or os.path.lexists(folder) and not folder.is_dir():
                 raise
             continue  # it was published between these lines
         if not try_lock(fd):

@@ -27,6 +27,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe")  # tokenizer, generation config, remote code
 NOT_COMPANIONS = ("config.json", "conversion.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
 PREDICTIONS = "num_nextn_predict_layers"  # in config.json
+TEMPLATES = "additional_chat_templates"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -175,10 +176,10 @@ def size_in_bytes(size) -> int:
     """5368709120, '5GB', '200KB' -> bytes. Raises ValueError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+)\s*([KMG]I?B)\s*", str(size).upper())
+    match = re.fullmatch(r"\s*(\d{1,18})\s*([KMG]I?B|)\s*", str(size).upper())
     if not match or not int(match.group(1)):
         raise ValueError(f"shard size '{size}' is not understood; expected a number of bytes or a form like 5GB or 200MB.")
-    return int(match.group(1)) * UNITS[match.group(2)]
+    return int(match.group(1)) * UNITS.get(match.group(2), 1)
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
@@ -188,7 +189,9 @@ def copy_companions(source: Path, target: Path) -> list[str]:
         if path.is_file() and is_companion(path.name):
             output.write_file(target / path.name, path.read_bytes())
             copied.append(path.name)
-        elif path.is_dir() and path.name == "additional_chat_templates":
+        elif path.is_symlink() and not path.exists() and is_companion(path.name):
+            raise ValueError(f"{path} is a broken link; download the folder again, or copy it with what its links point to.")
+        elif path.is_dir() and path.name == TEMPLATES:
             shutil.copytree(path, target / path.name)
             copied.append(path.name)
     return copied
@@ -223,6 +226,9 @@ def _header(specs) -> bytes:
 def foreign_files(folder: Path) -> list[str]:
     """Names in ``folder`` that are no part of a Hugging Face checkpoint."""
     names = sorted(path.name for path in folder.iterdir())
+    folders = [name for name in names if (folder / name).is_dir() and name != TEMPLATES]
+    if "config.json" not in names or folders:
+        return folders or names
     return [n for n in names if not (is_companion(n) or n in ("config.json", "conversion.json") or n.endswith((*WEIGHTS, ".index.json")))]
 
 

@@ -36,7 +36,8 @@ def find(ckpt) -> Path | None:
         return root
     tracker = root / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-    inner = root / ("release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ".")
+    number = text if text.isascii() and text.isdigit() and len(text) < 19 else None
+    inner = root / ("release" if text == "release" else f"iter_{int(number):07d}" if number else ".")
     return inner if _rank_folders(inner) else None
 
 

@@ -9,12 +9,14 @@ from megatron_patch.checkpoint import legacy_files, legacy_layout, legacy_rows
 from megatron_patch.checkpoint.archive_read import Stored
 from megatron_patch.checkpoint.megatron_source import MegatronSource
 from megatron_patch.checkpoint.plan import Placement
+from megatron_patch.checkpoint.recipe import BLOCK
 from megatron_patch.checkpoint.saved_args import differences
 from megatron_patch.checkpoint.source import WEIGHT_DTYPES, shorten
 from megatron_patch.packing import Run
 from megatron_patch.spec import IMPLEMENTATIONS
 
 GROUPED = (".mlp.experts.weight1", ".mlp.experts.weight2")
+SMALL = 1 << 20  # bytes of what is compared whenever a checkpoint is opened
 DOWN = ("q_down", "kv_down")  # latent projections: whole on every rank, or cut by core's local spec
 
 
@@ -45,6 +47,7 @@ class LegacySource(MegatronSource):
         self._rope = legacy_rows.other_rope(self.args, config)
         self._shards: dict[tuple[str, ...], Shards] = {}
         self._problems: list[str] = []
+        self._copies: list[tuple[str, Stored, Stored]] = []  # a parameter's first shard, and the same one in another file
         self._collect()
 
     def _order(self) -> float | None:
@@ -78,9 +81,11 @@ class LegacySource(MegatronSource):
                 self._problems.append(f"{file.path} lacks {' or '.join(names)} (slot '{held.place.key}')")
                 continue
             tensor, place = left.pop(name), self._fitting(held.place, left, name, file.chunks[key][name])
-            if not held.tied:
-                shards = found.setdefault(place.names, (place, {}))[1]
-                shards.setdefault(rank.etp if place.slot.expert else rank.tp, tensor)
+            shards = found.setdefault(place.names, (place, {}))[1]
+            number = rank.etp if place.slot.expert else rank.tp
+            first = shards.setdefault(number if place.tp(self.config) > 1 else 0, tensor)
+            if first is not tensor:
+                self._copies.append((name, first, tensor))
             self._problems += self._misshapen(file, name, tensor, place)
         self._problems += [f"{file.path} holds '{name}' {list(tensor.shape)}, which no parameter of this model takes"
                            for name, tensor in left.items()]
@@ -113,11 +118,16 @@ class LegacySource(MegatronSource):
 
     def check(self) -> "LegacySource":
         """Raise ValueError unless arguments, tensors and shapes agree with config.json and no tensor of the model is left over."""
-        problems = (differences(self.args, self.given) if self.args is not None else []) + self._problems
+        problems = (differences(self.args, self.given) if self.args is not None else []) + self._problems + self.other_copies(SMALL)
         if problems:
             raise ValueError(f"{self.given.family.name}: {self.folder} does not fit the config.json of --hf-ref: "
                              + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
         return self
+
+    def other_copies(self, most: int | None = None) -> list[str]:
+        """What several files hold and not all alike; of tensors of at most ``most`` bytes when given."""
+        return [f"'{name}' in {copy.file} holds other values than in {first.file}" for name, first, copy in self._copies
+                if (most is None or first.nbytes <= most) and not _alike(first, copy)]
 
     def files(self) -> list:
         """The ranks' files."""
@@ -138,6 +148,14 @@ class LegacySource(MegatronSource):
             first = [rank * tensor.shape[0] for rank, tensor in enumerate(tensors)]
             return [(tensor, [Run(0, at, min(tensor.shape[0], rows - at))]) for at, tensor in zip(first, tensors) if at < rows]
         return [(tensor, adapted.row_runs(self.config, rank)[0]) for rank, tensor in enumerate(tensors)]
+
+
+def _alike(first: Stored, copy: Stored) -> bool:
+    """Compared block by block; another shape is told elsewhere."""
+    step = max(1, BLOCK // max(1, first.row_bytes))
+    return (first.shape, first.dtype) != (copy.shape, copy.dtype) or all(
+        torch.equal(*(tensor.rows(at, min(at + step, first.shape[0])).view(torch.uint8) for tensor in (first, copy)))
+        for at in range(0, first.shape[0], step))
 
 
 class _Across(NamedTuple):

@@ -11,6 +11,7 @@ from megatron_patch.checkpoint.torch_dist_read import TorchDist
 from megatron_patch.checkpoint.torch_dist_source import TorchDistSource
 from megatron_patch.translate import load_config
 
+MOST_ROWS = 10**8
 HF, TORCH_DIST, LEGACY = "hf", "torch_dist", "legacy"
 
 
@@ -47,6 +48,8 @@ def _grown(source, config, vocab_size):
         return source, config
     if vocab_size < config.vocab_size:
         raise ValueError(f"--vocab-size {vocab_size} is less than the {config.vocab_size} of config.json; a vocabulary is only grown.")
+    if vocab_size > MOST_ROWS:
+        raise ValueError(f"--vocab-size {vocab_size}: no vocabulary has so many rows; at most {MOST_ROWS} are written.")
     grown = config.replace(vocab_size=vocab_size)
     names = [name for place in plan(grown.family, grown) if place.slot.vocab for name in place.names]
     return GrownVocab(source, names, vocab_size), grown

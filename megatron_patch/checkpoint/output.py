@@ -33,12 +33,14 @@ def place(out, **inputs) -> Path:
     name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder, which a rename would delete."""
     try:
         target = Path(out).resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name
         raise ValueError(f"{out} cannot be used as an output folder ({error}).") from None
     if target.is_dir() and target.samefile("."):
         raise ValueError(f"{target} is the current folder, which cannot be replaced while this runs in it; name a folder inside it, "
                          f"or start from another one.")
     for option, folder in inputs.items():
+        if folder is not None and target in Path(folder).resolve().parents:
+            raise ValueError(f"{target} holds {folder} (--{option.replace('_', '-')}), which it would replace; choose another --out.")
         if folder is not None and Path(folder).resolve() in target.parents:
             raise ValueError(f"{target} lies inside {folder}, which is only read (--{option.replace('_', '-')}); choose another --out.")
     return target

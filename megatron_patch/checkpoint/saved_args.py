@@ -97,7 +97,8 @@ def differences(found, config) -> list[str]:
         if name == "num_query_groups" and not getattr(found, "group_query_attention", True):
             have = getattr(found, "num_attention_heads", have)
         if not _same(name, have, want):
-            lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
+            grown = " (grown? pass --vocab-size)" if name == "vocab_size" and isinstance(have, int) and have > want else ""
+            lines.append(f"{name} is {have} in the checkpoint, {want} in config.json{grown}")
     return lines
 
 

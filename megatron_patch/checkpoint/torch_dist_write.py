@@ -134,6 +134,11 @@ def _write_objects(folder, common, empty_keys):
     return [("common_state/shard_0_1", name, 0, len(state)), *[(key, name, len(state), len(empty)) for key in empty_keys]]
 
 
+def _save_id(places) -> str:
+    """The same for the same tensors in the same places."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, repr(sorted((key.fqn, tuple(key.offset or ()), str(info)) for key, info in places.items()))))
+
+
 def _write_metadata(folder, stored, objects):
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -158,6 +163,6 @@ def _write_metadata(folder, stored, objects):
     for key, name, offset, length in objects:
         tensors[key] = BytesStorageMetadata()
         places[MetadataIndex(key)] = _StorageInfo(name, offset, length)
-    meta = Metadata(tensors, None, places, StorageMeta(checkpoint_id=folder.name, save_id=str(uuid.uuid4())))
+    meta = Metadata(tensors, None, places, StorageMeta(checkpoint_id=folder.name, save_id=_save_id(places)))
     output.write_file(folder / ".metadata", pickle.dumps(meta))
     output.write_file(folder / "metadata.json", json.dumps(FORMAT).encode())  # last: core takes no folder without it

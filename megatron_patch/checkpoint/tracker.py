@@ -41,7 +41,7 @@ def locate(root, step: int | None = None) -> Found | None:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
         return _complete(root / RELEASE, 0, True)
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise ValueError(f"{tracker} holds {text[:40]!r}; expected an iteration number or 'release'.")
     return _complete(iteration_folder(root, int(text)), int(text), False)
 
