@@ -20,8 +20,9 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
     Raises ValueError for an unknown ``layer_impl``, for 'te' without Transformer Engine and for grouped products of experts without it.
     """
     needed = edits(config)
-    if layer_impl == "te" and needed:
-        raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(needed)} of this model; use --transformer-impl native.")
+    if layer_impl == "te" and beyond_te(needed):
+        raise ValueError(f"transformer-impl 'te' has no layers for {', '.join(beyond_te(needed))} of this model; use --transformer-impl "
+                         f"native.")
     if layer_impl == "te" and config.num_moe_experts and config.add_bias_linear and config.expert_tensor_parallel_size > 1:
         raise ValueError(f"transformer-impl 'te' adds biases of experts on each of {config.expert_tensor_parallel_size} expert-TP ranks; "
                          f"set --expert-tensor-parallel-size 1, or use --transformer-impl native.")
@@ -38,7 +39,7 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=layer_impl == "te", normalization=config.normalization,
                                       vp_stage=vp_stage)
-    return corrected(spec, config) if layer_impl == "te" else localize(spec, config)
+    return beside_te(spec, config) if layer_impl == "te" else localize(spec, config)
 
 
 def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
@@ -48,7 +49,7 @@ def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=layer_impl == "te", vp_stage=vp_stage)
-    return found if found is None else corrected(found, config) if layer_impl == "te" else localize(found, config)
+    return found if found is None else beside_te(found, config) if layer_impl == "te" else localize(found, config)
 
 
 def require(layer_impl: str) -> None:
@@ -68,6 +69,14 @@ def _missing(package: str) -> bool:
 
 
 EDITS = ("alibi", "attn_logit_softcap", "prefix_tokens", "parallel_attention", "sublayer_output_norm", "residual_alpha", "wide_qk_norm")
+
+
+BESIDE_TE = ("alibi", "attn_logit_softcap")  # core attention of ours between Transformer Engine's linear layers and norms
+
+
+def beyond_te(names) -> list[str]:
+    """Those of EDITS that a Transformer Engine model cannot have."""
+    return [name for name in names if name in EDITS and name not in BESIDE_TE]
 
 
 def edits(config) -> list[str]:
@@ -95,12 +104,29 @@ def localize(spec, config):
         return next((module for name, module in others.items() if own(config, name)), usual)
 
     usual = CoreAttention if config.softmax_type == "vanilla" else scores.SinkAttention
-    attention = chosen(usual, alibi=scores.AlibiAttention, attn_logit_softcap=scores.SoftcapAttention,
-                       prefix_tokens=prefix.PrefixAttention)
+    attention = scored(config) or chosen(usual, prefix_tokens=prefix.PrefixAttention)
     layer = chosen(TransformerLayer, parallel_attention=residual.ParallelLayer, residual_alpha=residual.ScaledNormLayer)
     swaps = {WrappedTorchNorm: Norm, DotProductAttention: attention, TransformerLayer: layer,
              SelfAttention: chosen(SelfAttention, wide_qk_norm=WideNormAttention)}
     return _rewrite(corrected(spec, config), swaps, config)
+
+
+def scored(config):
+    """Our core attention whose scores are more than upstream's, None for a model without such."""
+    from megatron_patch.layers import scores
+    from megatron_patch.layers.config import own
+
+    return scores.AlibiAttention if own(config, "alibi") else scores.SoftcapAttention if own(config, "attn_logit_softcap") else None
+
+
+def beside_te(spec, config):
+    """A copy of a Transformer Engine spec, corrected, and with our core attention where the model's scores ask for it."""
+    spec, attention = corrected(spec, config), scored(config)
+    if attention is None:
+        return spec
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return _rewrite(spec, {TEDotProductAttention: attention}, None)
 
 
 def corrected(spec, config):

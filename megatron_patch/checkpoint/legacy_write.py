@@ -25,7 +25,7 @@ def files(source, config, dtype: torch.dtype | None = None, backend: str = "nati
     Engine with grouped experts) names. Raises ValueError for a layout that does not work or has no such checkpoint.
     """
     layout.check(config)
-    own = [name for name in used(config) if name in spec.EDITS] + ["gated delta nets"] * delta.has_delta(config)
+    own = spec.beyond_te(used(config)) + ["gated delta nets"] * delta.has_delta(config)
     if backend == "te" and own:
         raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(own)}); write the names of "
                          "the native layers.")

@@ -8,7 +8,7 @@ from tests.families.tiny import HF_CASES
 from tests.gpu import models
 
 pytestmark = pytest.mark.gpu
-TE_CASES = ("llama", "qwen3", "mistral", "qwen3_moe")
+TE_CASES = ("llama", "qwen3", "mistral", "qwen3_moe", "bloom", "baichuan2_13b")
 
 
 def test_platform_changes_nothing(cuda):
