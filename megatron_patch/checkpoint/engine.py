@@ -164,9 +164,32 @@ def _alone(todo, left, copier, finished, count, workers):
         mine.close()
 
 
+class _Queue:
+    """Hands out units so that each worker stays in one file as long as there is another for the others: a file takes one writer at a
+    time, the system makes a second one wait."""
+
+    def __init__(self, todo, left):
+        self.files: dict[str, list[int]] = {}
+        for number in reversed(left):
+            self.files.setdefault(getattr(todo[number], "path", ""), []).append(number)
+        self.at: dict = {}
+
+    def next(self, worker) -> int | None:
+        """The next unit of ``worker``'s file, else of the fullest file that nobody writes, else of the fullest."""
+        mine = self.at.get(worker)
+        if not self.files.get(mine):
+            self.at.pop(worker, None)
+            open_files = [name for name, numbers in self.files.items() if numbers]
+            free = [name for name in open_files if name not in self.at.values()] or open_files
+            if not free:
+                return None
+            mine = self.at[worker] = max(free, key=lambda name: len(self.files[name]))
+        return self.files[mine].pop()
+
+
 def _together(todo, left, copier, finished, count, workers):
     """Each worker is a fork that is handed one unit after the other."""
-    context, todo_next = multiprocessing.get_context("fork"), iter(left)
+    context, queue = multiprocessing.get_context("fork"), _Queue(todo, left)
     pipes, processes = {}, []
     try:
         for _ in range(workers):
@@ -176,8 +199,8 @@ def _together(todo, left, copier, finished, count, workers):
             there.close()
             processes.append(process)
             pipes[here] = process
-            here.send(next(todo_next, None))
-        _serve(pipes, todo_next, finished, count)
+            here.send(queue.next(here))
+        _serve(pipes, queue, finished, count)
     finally:
         for process in processes:
             if pipes:  # something failed
@@ -185,7 +208,7 @@ def _together(todo, left, copier, finished, count, workers):
             process.join()
 
 
-def _serve(pipes, todo_next, finished, count):
+def _serve(pipes, queue, finished, count):
     while pipes:
         for pipe in connection.wait(list(pipes)):
             try:
@@ -199,7 +222,7 @@ def _serve(pipes, todo_next, finished, count):
             elif kind == "failed":
                 raise found[0]
             else:
-                following = next(todo_next, None)
+                following = queue.next(pipe)
                 pipe.send(following)
                 if following is None:
                     del pipes[pipe]

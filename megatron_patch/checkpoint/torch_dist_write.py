@@ -24,7 +24,7 @@ from megatron_patch.checkpoint.saved_args import disk_vocab_rows, saved_args
 from megatron_patch.checkpoint.torch_dist_keys import disk_tensors, extra_states
 from megatron_patch.packing import cut
 
-FILE_SIZE = 4 << 30
+FILE_SIZE = 2 << 30
 ROW_CHUNKS, MIN_CHUNK = 8, 8 << 20  # chunks of a tensor at most, bytes of one at least
 FORMAT = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1)
 CONTENT = dict(singleton_local_shards=False, chained_optim_avoid_prefix=True)
