@@ -234,6 +234,7 @@ def test_an_export_may_not_replace_its_source(tmp_path):
     for name, file in (("source", "config.json"), ("model", "model.safetensors"), ("other", "thesis.docx")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
+    (tmp_path / "model" / "config.json").touch()
     check(tmp_path / "model")
     check(tmp_path / "new")
     with pytest.raises(ValueError, match="--hf-model folder itself"):
