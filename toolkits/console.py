@@ -90,9 +90,9 @@ def positive(text):
     return int(text)
 
 
-def run(command, *arguments):
+def run(command, *arguments, interrupted="interrupted"):
     """Call `command` and exit with what it returns (None: 0). What the user can mend (ValueError, a file missing or unreadable) is
-    one line on stderr and exit 1; anything else is a fault of ours and keeps its traceback."""
+    one line on stderr and exit 1, Ctrl-C the line `interrupted` and 130; anything else is a fault of ours and keeps its traceback."""
     try:
         _refuse_other_cores()
         code = command(*arguments)
@@ -100,7 +100,7 @@ def run(command, *arguments):
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
-        print("interrupted; a conversion goes on when the same command is given again", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         code = 130
     sys.exit(code or 0)
 

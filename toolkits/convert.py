@@ -21,6 +21,7 @@ KEYS = {"auto": None, "stacked": True, "per-layer": False}
 LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
           "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "first-stage": "num_layers_in_first_pipeline_stage",
           "last-stage": "num_layers_in_last_pipeline_stage", "pipeline-layout": "pipeline_model_parallel_layout"}
+FLAGS = {name: f"--{flag}" for flag, name in LAYOUT.items()}  # for the messages of layout.check
 HASHES = ("xxh3_128", "sha256")
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser().parse_args(argv)
     gc.disable()  # a plan is many small objects that live to the end: to look for cycles among them is half of its time
     try:
-        console.run(command, flags)
+        console.run(command, flags, interrupted="interrupted; the same command goes on where this one stopped")
     finally:
         gc.enable()
 
@@ -108,7 +109,7 @@ def _plan(flags):
     source, options = [flags.hf] if hasattr(flags, "hf") else [flags.ckpt, flags.hf_ref], dict(vocab_size=flags.vocab_size)
     if hasattr(flags, "keys"):
         layout = {name: value for name in LAYOUT.values() if (value := getattr(flags, name)) is not None}
-        options.update(form=convert.Form(flags.format, KEYS[flags.keys], layout, flags.dialect))
+        options.update(form=convert.Form(flags.format, KEYS[flags.keys], layout, flags.dialect, FLAGS))
     else:
         options.update(max_shard_size=flags.max_shard_size, force=flags.force)
     return getattr(convert, flags.command.replace("-", "_"))(*source, flags.out, dtype, **options)

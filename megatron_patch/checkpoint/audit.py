@@ -4,6 +4,7 @@ Nothing of the conversion's own path (recipe, engine) is used. One parameter is 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,17 +31,26 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
     nbytes = {name: math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for name, line in made[MEGATRON].items()}
     total, hf = sum(nbytes.values()), made["target"]["format"] == opening.HF
     before, after = _Parts(one, config), _Parts(other, config)
+    whole, rest = defaultdict(list), []
+    for tensor in stored_tensors(config):
+        (whole[tensor.slabs[0][0]] if tensor.view is None else rest).append(tensor)
+
+    def check(tensor):
+        checks.mapped(HF, tensor.name, tensor.blocks(before.read))
+        if hf:
+            checks.written(HF, tensor.name, tensor.blocks(after.read))
+
     for place in everything(config):
         name = label(place, config)
         checks.mapped(MEGATRON, name, [before.fused(place)])
         if not hf:
             checks.written(MEGATRON, name, [after.fused(place)])
+        for tensor in (tensor for part in place.names for tensor in whole[part]):
+            check(tensor)  # while its parameter is in memory
         done += nbytes.get(name, 0)
         progress(done, total)
-    for tensor in stored_tensors(config):
-        checks.mapped(HF, tensor.name, tensor.blocks(before.read))
-        if hf:
-            checks.written(HF, tensor.name, tensor.blocks(after.read))
+    for tensor in rest:
+        check(tensor)
     checks.names(one.left_out())
     checks.summary(config)
     if hf:

@@ -31,10 +31,6 @@ from megatron_patch.checkpoint.torch_dist_keys import is_stacked
 from megatron_patch.translate import load_config
 
 Progress = Callable[[int, int], None]
-FLAGS = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp", "expert_model_parallel_size": "--ep",
-         "expert_tensor_parallel_size": "--etp", "num_layers_in_first_pipeline_stage": "--first-stage",
-         "num_layers_in_last_pipeline_stage": "--last-stage", "pipeline_model_parallel_layout": "--pipeline-layout"}
-CHANGED = "{} changed {}: its files are others than before; start again when nothing writes there."
 PROBE = 64 << 20  # bytes read to estimate a duration
 
 
@@ -76,22 +72,25 @@ class Conversion:
 
     def run(self, work: Work = Work()) -> dict:
         """Carry it out; a report. Raises ValueError or OSError, and ``out`` is then as it was; a killed run goes on when repeated."""
-        began, before = time.monotonic(), engine.stamp(self.source)
-        if before != self.stamp:
-            raise ValueError(CHANGED.format(self.origin["path"], "after it was read"))
-        mark = engine.fingerprint(self.files, self.lines, self.source, work.algorithm)
+        began = time.monotonic()
+        self._check_source("after it was read")
+        mark = engine.fingerprint(self.files, self.lines, self.stamp, work.algorithm)
         with output.building(self.out, lambda folder: engine.begun(folder / self.below, mark), self.replace) as folder:
             (folder / self.below).mkdir(exist_ok=True)
             engine.keep_only(folder, self.files, self.below)
             digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
                                  workers=work.workers, progress=work.progress)
-            if engine.stamp(self.source) != before:
-                raise ValueError(CHANGED.format(self.origin["path"], "while it was converted"))
+            self._check_source("while it was converted")
             self.complete(folder)
             certificate.write(folder, certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin,
                                                        self.target))
             engine.forget(folder / self.below)
         return dict(self.report(), certificate=str(self.out / certificate.NAME), seconds=round(time.monotonic() - began, 3))
+
+    def _check_source(self, when: str) -> None:
+        if engine.stamp(self.source) != self.stamp:
+            raise ValueError(f"{self.origin['path']} changed {when}: its files are others than before; start again when nothing writes "
+                             f"there.")
 
     def report(self) -> dict:
         return dict(direction=self.direction, family=self.config.family.name, source=self.origin["path"], out=str(self.out / self.below),
@@ -110,20 +109,22 @@ class Form:
     """What kind of Megatron checkpoint is written.
 
     torch_dist has no layout; ``stacked``: layers as an axis of one tensor or each under its own key, None as core saves this model.
-    legacy (mp_rank_* folders) has the ``layout``, {TransformerConfig field: size}, and the parameter names of ``backend``.
+    legacy (mp_rank_* folders) has the ``layout``, {TransformerConfig field: size}, and the parameter names of ``backend``; ``flags``:
+    what messages call the fields.
     """
 
     format: str = opening.TORCH_DIST
     stacked: bool | None = None
     layout: Mapping[str, object] = field(default_factory=dict)
     backend: str = "native"
+    flags: Mapping[str, str] = field(default_factory=lambda: layout.FLAGS)
 
     def __post_init__(self):
         if self.format == opening.TORCH_DIST and (self.layout or self.backend != "native"):
             raise ValueError("a torch_dist checkpoint has no layout, and the keys of native and Transformer Engine models alike: leave out "
                              "the layout and the dialect, or choose --format legacy.")
         if "" in self.layout.values():
-            raise ValueError("--pipeline-layout is empty; expected a text such as 'Et|tL'.")
+            raise ValueError(f"{self.flags['pipeline_model_parallel_layout']} is empty; expected a text such as 'Et|tL'.")
         if self.format == opening.LEGACY and self.stacked is not None:
             raise ValueError("a legacy checkpoint has no stacked layers; leave --keys out.")
 
@@ -183,9 +184,8 @@ def _to_megatron(direction, source, config, origin, out, dtype, form) -> Convers
     lines, target = ledger.lines(source, config, source.dtype, dtype_of), dict(format=form.format)
     if form.format == opening.LEGACY:
         if form.layout.get("expert_tensor_parallel_size") and not config.get("num_moe_experts"):
-            raise ValueError("--etp needs a mixture-of-experts model; this one has no experts.")
-        layout.check(config.replace(**form.layout), flags=FLAGS)
-        files = legacy_write.files(source, config.replace(**form.layout), dtype, form.backend)
+            raise ValueError(f"{form.flags['expert_tensor_parallel_size']} needs a mixture-of-experts model; this one has no experts.")
+        files = legacy_write.files(source, config.replace(**form.layout), dtype, form.backend, form.flags)
         return Conversion(direction, source, config, origin, target, out, files, lines, _nothing)
     stacked = is_stacked(config) if form.stacked is None else form.stacked
     files, stored = torch_dist_write.recipe(torch_dist_write.chunks(config, dtype_of, stacked))

@@ -25,9 +25,9 @@ JOURNAL = "conversion.journal"
 MARGIN = 1 << 20  # bytes for what stands beside the tensors
 
 
-def fingerprint(files: list[File], lines: list[Line], source, algorithm: str) -> str:
-    """Tells whether a journal is of this recipe, these source files and this hash."""
-    made = hashlib.sha256(f"{algorithm}{stamp(source)}".encode())
+def fingerprint(files: list[File], lines: list[Line], stamp: list[tuple], algorithm: str) -> str:
+    """Tells whether a journal is of this recipe, of source files with this :func:`stamp`, and of this hash."""
+    made = hashlib.sha256(f"{algorithm}{stamp}".encode())
     for part in (*files, *lines):
         made.update(repr(part).encode())
     return made.hexdigest()

@@ -4,11 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.checkpoint import archive_read, legacy_layout, legacy_names
+from megatron_patch.checkpoint import archive_read, legacy_layout, legacy_names, tracker
 from megatron_patch.checkpoint.archive_read import Stored
 from megatron_patch.checkpoint.legacy_layout import Rank
 from megatron_patch.checkpoint.saved_args import CHECKED
-from megatron_patch.checkpoint.tracker import TRACKER
 
 FILES = (legacy_layout.FILE, "model_rng.pt")  # the second where the optimizer had a file of its own
 FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
@@ -34,10 +33,8 @@ def find(ckpt) -> Path | None:
     root = Path(ckpt)
     if _rank_folders(root):
         return root
-    tracker = root / TRACKER
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-    number = text if text.isascii() and text.isdigit() and len(text) < 19 else None
-    inner = root / ("release" if text == "release" else f"iter_{int(number):07d}" if number else ".")
+    found = tracker.named(root)
+    inner = root if found is None else found[0]
     return inner if _rank_folders(inner) else None
 
 

@@ -11,7 +11,7 @@ from megatron_patch.checkpoint.megatron_source import MegatronSource
 from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.recipe import BLOCK
 from megatron_patch.checkpoint.saved_args import differences
-from megatron_patch.checkpoint.source import WEIGHT_DTYPES, shorten
+from megatron_patch.checkpoint.source import WEIGHT_DTYPES
 from megatron_patch.packing import Run
 from megatron_patch.spec import IMPLEMENTATIONS
 
@@ -119,9 +119,7 @@ class LegacySource(MegatronSource):
     def check(self) -> "LegacySource":
         """Raise ValueError unless arguments, tensors and shapes agree with config.json and no tensor of the model is left over."""
         problems = (differences(self.args, self.given) if self.args is not None else []) + self._problems + self.other_copies(SMALL)
-        if problems:
-            raise ValueError(f"{self.given.family.name}: {self.folder} does not fit the config.json of --hf-ref: "
-                             + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
+        self.refuse(self.folder, problems)
         return self
 
     def other_copies(self, most: int | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import torch
 
@@ -18,13 +19,15 @@ from megatron_patch.own import used
 from megatron_patch.translate import PARALLEL
 
 
-def files(source, config, dtype: torch.dtype | None = None, backend: str = "native") -> list[File]:
+def files(source, config, dtype: torch.dtype | None = None, backend: str = "native",
+          flags: Mapping[str, str] = layout.FLAGS) -> list[File]:
     """The files of a checkpoint root with ``release`` in it, for the layout in ``config``; the tracker comes last.
 
     ``source``: see recipe.py. ``dtype`` None keeps each tensor's own. ``backend``: 'native' (core's local spec) or 'te' (Transformer
-    Engine with grouped experts) names. Raises ValueError for a layout that does not work or has no such checkpoint.
+    Engine with grouped experts) names; ``flags``: see layout.check. Raises ValueError for a layout that does not work or has no such
+    checkpoint.
     """
-    layout.check(config)
+    layout.check(config, flags=flags)
     own = spec.beyond_te(used(config)) + ["gated delta nets"] * delta.has_delta(config)
     if backend == "te" and own:
         raise ValueError(f"{config.family.name} has layers that Transformer Engine has not ({', '.join(own)}); write the names of "

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_patch.checkpoint.mtp import everything
 from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.recipe import BLOCK
+from megatron_patch.checkpoint.source import shorten
 
 CACHE = 1 << 12
 
@@ -42,9 +43,10 @@ class MegatronSource(ABC):
 
     def __init__(self, config):
         self.config, self.bytes_read = config, 0
-        self._at = {name: (place, part) for place in everything(config) for part, name in enumerate(place.names)}
-        self._shapes = {name: shape for place in everything(config)
-                        for name, shape in zip(place.names, place.part_shapes(config))}
+        self._at, self._shapes = {}, {}
+        for place in everything(config):
+            self._at.update({name: (place, part) for part, name in enumerate(place.names)})
+            self._shapes.update(zip(place.names, place.part_shapes(config)))
         self._stretches = lru_cache(CACHE)(self._make_stretches)
 
     @abstractmethod
@@ -62,6 +64,12 @@ class MegatronSource(ABC):
     @abstractmethod
     def left_out(self) -> list[str]:
         """Names of tensors that are no parameters of the model."""
+
+    def refuse(self, where, problems: list[str]) -> None:
+        """Raise ValueError when there are ``problems`` with the checkpoint ``where``."""
+        if problems:
+            raise ValueError(f"{self.config.family.name}: {where} does not fit the config.json of --hf-ref: "
+                             + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

@@ -29,9 +29,10 @@ def open_megatron(ckpt, hf_ref, config=None, vocab_size: int | None = None):
     config.json says what model it is; ``vocab_size``: instead of its own. Raises ValueError where the two do not fit."""
     config, legacy = config or load_config(hf_ref), legacy_files.find(ckpt)
     disk = None if legacy else TorchDist(tracker.find(ckpt))
-    args = legacy_files.first_args(legacy) if legacy else disk.common().get("args")
-    if vocab_size and getattr(args, "vocab_size", None) == vocab_size:
-        config = config.replace(vocab_size=vocab_size)  # it has been grown before
+    if vocab_size:
+        args = legacy_files.first_args(legacy) if legacy else disk.common().get("args")
+        if getattr(args, "vocab_size", None) == vocab_size:
+            config = config.replace(vocab_size=vocab_size)  # it has been grown before
     if legacy:
         source = LegacySource(ckpt, config)
         config = config.replace(mtp_num_layers=source.config.mtp_num_layers)

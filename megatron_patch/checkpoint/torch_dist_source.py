@@ -6,7 +6,6 @@ from megatron_patch.checkpoint.megatron_source import MegatronSource
 from megatron_patch.checkpoint.mtp import everything
 from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.saved_args import differences
-from megatron_patch.checkpoint.source import shorten
 from megatron_patch.checkpoint.torch_dist_keys import DiskTensor, disk_tensors
 from megatron_patch.checkpoint.torch_dist_read import TorchDist
 
@@ -63,9 +62,7 @@ class TorchDistSource(MegatronSource):
                         for ending in self._endings(place))
         problems += [f"holds '{key}' {list(self.disk.shape(key))}, which no parameter of this model takes"
                      for key in self.disk.tensors if key.startswith(MODEL) and key not in used]
-        if problems:
-            raise ValueError(f"{self.config.family.name}: {self.disk.folder} does not fit the config.json of --hf-ref: "
-                             + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
+        self.refuse(self.folder, problems)
         return self
 
     def _shape_problems(self, at, place):

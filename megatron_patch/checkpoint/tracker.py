@@ -32,18 +32,24 @@ def locate(root, step: int | None = None) -> Found | None:
 
     Raises ValueError, naming the path, for a tracker or a checkpoint that cannot be read.
     """
-    root = Path(root)
-    tracker = root / TRACKER
     if step is not None:
         return _complete(iteration_folder(root, step), step, False)
+    found = named(root)
+    return None if found is None else _complete(*found)
+
+
+def named(root) -> tuple[Path, int, bool] | None:
+    """(folder, iteration, whether it is a release) that the tracker in ``root`` names, there or not; None when there is no tracker.
+    Raises ValueError for one that names nothing."""
+    root, tracker = Path(root), Path(root) / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
-        return _complete(root / RELEASE, 0, True)
+        return root / RELEASE, 0, True
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise ValueError(f"{tracker} holds {text[:40]!r}; expected an iteration number or 'release'.")
-    return _complete(iteration_folder(root, int(text)), int(text), False)
+    return iteration_folder(root, int(text)), int(text), False
 
 
 def untracked(root) -> list[str]:
