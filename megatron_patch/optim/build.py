@@ -15,6 +15,8 @@ import torch
 from megatron_patch.optim.adam import FusedAdam
 from megatron_patch.optim.chained import ChainedOptimizer
 from megatron_patch.optim.distributed import DistributedOptimizer
+from megatron_patch.optim.overlapped.ddp import OverlappedDDP
+from megatron_patch.optim.overlapped.optimizer import OverlappedDistributedOptimizer
 from megatron_patch.platform.ledger import lent
 
 logger = logging.getLogger(__name__)
@@ -28,11 +30,16 @@ def build_optimizer(optimizer_config, ddp_chunks, **kwargs):
     Raises ValueError for an option that cannot work here (see check_options). `optimizer_config` is not changed.
     """
     config, ddp_chunks = runnable_config(optimizer_config), list(ddp_chunks)
-    with upstream_classes():
+    with upstream_classes(), lent(upstream, **_overlapped_class(ddp_chunks)):
         optimizer = upstream.get_megatron_optimizer(config, ddp_chunks, **kwargs)
     if isinstance(optimizer, ChainedOptimizer):
         optimizer.fold(ddp_chunks)
     return optimizer
+
+
+def _overlapped_class(ddp_chunks):
+    overlapped = ddp_chunks and all(isinstance(chunk, OverlappedDDP) for chunk in ddp_chunks)
+    return dict(DistributedOptimizer=OverlappedDistributedOptimizer) if overlapped else {}
 
 
 def stand_ins():

@@ -94,17 +94,30 @@ def wrap(bare: list, settings, half: bool) -> list:
 
     known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     ddp = DistributedDataParallelConfig(**{name: value for name, value in settings.ddp.items() if name in known and value is not None})
-    out = []
+    overlap, out = settings.overlap.overlapped_distributed_optimizer, []
+    kind = _overlapped(settings.overlap) if overlap else DistributedDataParallel
     for number, chunk in enumerate(bare):
         inner = Float16Module(chunk.config, chunk) if half else chunk
         # Only the first chunk's buckets overlap with the rest of the pipeline, as in Megatron-LM.
-        out.append(DistributedDataParallel(chunk.config, dataclasses.replace(ddp), inner, disable_bucketing=number > 0))
+        out.append(kind(chunk.config, dataclasses.replace(ddp), inner, disable_bucketing=number > 0 and not overlap))
     upstream.reset_reduce_scatter(out)
-    accumulate_in_place(out)
+    if not overlap:
+        accumulate_in_place(out)
     if settings.run.data_parallel_random_init:
         for chunk in out:
             chunk.broadcast_params()
     return out
+
+
+def _overlapped(overlap) -> type:
+    """The DDP class of --overlapped-distributed-optimizer."""
+    from megatron_patch.optim.overlapped import reduction
+    from megatron_patch.optim.overlapped.ddp import overlapped
+
+    wire = dict(fp32=torch.float32, bf16=torch.bfloat16).get(overlap.grad_comm_dtype)
+    how = reduction.Int8() if overlap.grad_comm_dtype == "int8" else None
+    how = how or (reduction.AllToAll if overlap.grad_collective == "all-to-all" else reduction.ReduceScatter)()
+    return overlapped(how, wire, overlap.reduce_every)
 
 
 def connect(chunks: list, settings, optimizer) -> None:
@@ -121,9 +134,10 @@ def connect(chunks: list, settings, optimizer) -> None:
     if settings.ddp.get("overlap_grad_reduce"):
         calls = [chunk.no_sync for chunk in chunks]
         first.no_sync_func = calls if many else calls[0]
-        if many and settings.values.get("align_grad_reduce", True):
+        if many and settings.values.get("align_grad_reduce", True) and not settings.overlap.overlapped_distributed_optimizer:
             first.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-    if settings.ddp.get("overlap_param_gather") and settings.ddp.get("align_param_gather"):
+    if (settings.ddp.get("overlap_param_gather") and settings.ddp.get("align_param_gather")
+            and not settings.overlap.overlapped_distributed_optimizer):
         calls = [chunk.start_param_sync for chunk in chunks]
         first.param_sync_func = calls if many else calls[0]
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_patch.training.flags_overlap import overlapped
 from megatron_patch.training.flags_parser import SettingsError
 
 Values = Mapping[str, Any]
@@ -241,4 +242,4 @@ def experts(v: Values, given: frozenset[str]) -> str | None:
     return None
 
 
-RULES = (precision, activation, attention, recompute, pipeline, parallel, schedule, optimizer, data, checkpoint, experts)
+RULES = (overlapped, precision, activation, attention, recompute, pipeline, parallel, schedule, optimizer, data, checkpoint, experts)

@@ -188,8 +188,8 @@ def ddp_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         fields['grad_reduce_in_fp32'] = True
     if values['fp16'] and not values['loss_scale']:
         fields['check_for_nan_in_grad'] = False
-    # Aligned gathers need virtual stages.
-    fields['align_param_gather'] = fields['align_param_gather'] and _interleaved(values)
+    # Aligned gathers need virtual stages; the overlapped optimizer starts its own ahead.
+    fields['align_param_gather'] = values['overlapped_distributed_optimizer'] or fields['align_param_gather'] and _interleaved(values)
     return fields
 
 

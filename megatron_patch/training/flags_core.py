@@ -8,6 +8,7 @@ Source: megatron/training/arguments.py (0.19.2), _add_network_size_args and the 
 from megatron_patch.training.flags_groups import CheckpointSettings, DataSettings, RunSettings, ScheduleSettings
 from megatron_patch.training.flags_model import GptSettings, ModelFlags
 from megatron_patch.training.flags_options import Option, options_of
+from megatron_patch.training.flags_overlap import OverlapSettings
 from megatron_patch.training.flags_unsupported import UNSUPPORTED
 
 # Fields that Megatron-LM offers no flag for: objects, values derived from other flags, or retired ones.
@@ -87,6 +88,7 @@ def build_options() -> dict[str, Option]:
         *options_of(DataSettings, 'data'),
         *options_of(CheckpointSettings, 'checkpoint'),
         *options_of(GptSettings, 'embeddings and rope'),
+        *options_of(OverlapSettings, 'overlapped optimizer'),
         *options_of(ModelFlags, 'model, other spellings'),
         *options_of(TransformerConfig, 'transformer', _skip, MODEL),
         *options_of(MLATransformerConfig, 'multi-latent attention', _skip, {**MODEL, **MLA}),

@@ -249,10 +249,7 @@ FOREIGN = {
     '--moe-use-legacy-grouped-gemm': 'use --moe-grouped-gemm',
     '--tp-only-amax-red': 'no flag of Megatron-LM sets it',
     '--wait-after-ckpt': 'nothing to give: a checkpoint is complete when the call returns',
-    '--overlapped-distributed-optimizer': 'use --use-distributed-optimizer --overlap-grad-reduce '
-                                          '--overlap-param-gather',
-    '--reduce-bucket-size': 'use --ddp-bucket-size',
-    '--last-bucket-split-count': 'use --ddp-bucket-size',
+    '--last-bucket-split-count': 'use --reduce-bucket-size',
     '--verify-grad-order': 'no equivalent',
     '--distributed-checkpointing': 'checkpoints are always distributed checkpoints',
     '--tokenizer-name-or-path': 'use --tokenizer-type HuggingFaceTokenizer --tokenizer-model',

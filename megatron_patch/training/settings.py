@@ -17,6 +17,7 @@ from typing import Any
 from megatron_patch.training.flags_groups import CheckpointSettings, DataSettings, RunSettings, ScheduleSettings
 from megatron_patch.training.flags_model import GptSettings
 from megatron_patch.training.flags_options import Option
+from megatron_patch.training.flags_overlap import OverlapSettings, implied
 from megatron_patch.training.flags_parser import SettingsError
 
 LAYER_IMPLEMENTATIONS = {'local': 'native', 'transformer_engine': 'te'}
@@ -64,6 +65,7 @@ class Settings:
     data: DataSettings
     checkpoint: CheckpointSettings
     run: RunSettings
+    overlap: OverlapSettings
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
 
@@ -91,7 +93,7 @@ def parse(argv: Sequence[str]) -> Settings:
     from_flags, notices = read_argv(make_parser(options, docs=wants_help), options, argv)
     from_file = read_file(from_flags['config'], options) if from_flags.get('config') else {}
     given = {**from_file, **from_flags}
-    values = {**{dest: copy.copy(option.default) for dest, option in options.items()}, **given}
+    values = implied({**{dest: copy.copy(option.default) for dest, option in options.items()}, **given})
     check(values, frozenset(given))
     if '--no-position-embedding' in argv and values['position_embedding_type'] == 'learned_absolute' and not values['hf_model']:
         raise SettingsError('--no-position-embedding is deprecated: use --position-embedding-type rope or none')
@@ -142,6 +144,7 @@ def build_settings(values: Mapping[str, Any], given: frozenset[str], options: Ma
         data=_group(DataSettings, _with_data(values)),
         checkpoint=_group(CheckpointSettings, values),
         run=_group(RunSettings, _with_run(values)),
+        overlap=_group(OverlapSettings, values),
         given=given,
         notices=tuple(notices),
         values=MappingProxyType(dict(values)),

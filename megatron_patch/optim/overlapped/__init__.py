@@ -1,0 +1,1 @@
+"""OverlappedDistributedOptimizer: gradients are reduced bucket by bucket under the backward pass, into shards only (ZeRO-2)."""

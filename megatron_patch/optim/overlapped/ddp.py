@@ -1,0 +1,221 @@
+"""DistributedDataParallel whose gradients exist as shards, and at full size only in a few rotating buffers.
+
+A gradient goes from autograd into the buffer of its bucket. A bucket that is whole is reduced at once, asynchronously, in an order
+that is the same on all ranks: a bucket waits for those before it. At the end of a backward pass the rest follows, zeros for parameters
+that got no gradient, so every rank launches every bucket once a pass. The result is added to the shard, in fp32.
+
+``main_grad`` of a parameter is the part of its gradient in this rank's shard. Reductions over other groups that upstream does
+afterwards (norms over TP, tied embeddings over PP) act on it: their ranks hold the same part, since upstream gives a shared embedding
+a bucket of its own.
+Source: megatron/core/distributed/distributed_data_parallel.py and finalize_model_grads.py, 0.16.1 and 0.19.2.
+"""
+
+import contextlib
+import time
+
+import torch
+
+from megatron_patch.optim.folding import DistributedDataParallel
+from megatron_patch.optim.overlapped.bucket import Bucket
+from megatron_patch.optim.overlapped.pool import Pool, Slot
+
+BUFFERS = 3
+
+
+class Clock:
+    """Adds up the seconds spent inside ``with clock:``."""
+
+    seconds = 0.0
+
+    def __enter__(self):
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_):
+        self.seconds += time.perf_counter() - self._since
+
+
+class OverlappedDDP(DistributedDataParallel):
+    """Upstream's class and ours for deferred scaling, same arguments. Attributes to set before construction are class attributes of a
+    subclass made by :func:`overlapped`: ``reduction`` (reduction.py), ``wire`` (dtype of gradients in the buffers, None: each
+    parameter's own), ``every`` (reduce at every n-th backward pass), ``buffers_in_use``."""
+
+    reduction, wire, every, buffers_in_use = None, None, 1, BUFFERS
+
+    @property
+    def bucket_size(self):
+        """Elements of a bucket; upstream takes the buckets away on later pipeline stages."""
+        return self.ddp_config.bucket_size
+
+    @bucket_size.setter
+    def bucket_size(self, value):
+        pass
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.clock = Clock()
+        self.pool = Pool(self.buffers_in_use, self.reduction, self.clock)
+        self.order = _in_order_of_arrival([self._take_over(bucket, buffer) for buffer in self.buffers + self.expert_parallel_buffers
+                                           for bucket in buffer.buckets], list(self.module.parameters()))
+        for buffer in self.buffers + self.expert_parallel_buffers:
+            buffer.grad_data = torch.empty_like(buffer.grad_data, device="meta")
+            for bucket in buffer.buckets:
+                bucket.grad_data = buffer.grad_data[bucket.offset: bucket.offset + bucket.grad_data.numel()]
+        self.bucket_of = {p: bucket for bucket in self.order for p in bucket.spans}
+        for place, bucket in enumerate(self.order):
+            bucket.place = place
+            for p in bucket.spans:
+                p.main_grad = bucket.part(p)
+        self.local = {b: Slot(b.numel, torch.float32, b.shard.device).open(b) for b in self.order} if self.every > 1 else {}
+        self.open, self.late, self.next, self.running = {}, {}, 0, False
+        self.passes, self.held_back, self.bytes_sent, self.launches = 0, False, 0, []
+
+    def _take_over(self, bucket, buffer):
+        taken = Bucket(bucket, buffer, buffer.grad_data.device)
+        taken.dtype = self.wire or buffer.param_dtype
+        if self.every == 1:
+            self.pool.expect(taken.dtype, taken.numel)
+        return taken
+
+    # ---- gradients arrive ----
+
+    def forward(self, *inputs, **kwargs):
+        """Upstream's; the backward pass of the result tells when it begins and when it is over."""
+        out = super().forward(*inputs, **kwargs)
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(self._pass_begins)
+                break
+        return out
+
+    def _pass_begins(self, _grad):
+        if not self.running:
+            self.running, self.next = True, 0
+            self.passes += 1
+            for slot in self.local.values():
+                slot.arrived.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+
+    def _reduces_now(self) -> bool:
+        return self.every == 1 or self.passes % self.every == 0 or not self.held_back
+
+    def _make_backward_post_hook(self, param):
+        def arrived(*_):
+            if param not in self.bucket_of:
+                return
+            grad, param.grad = param.grad, None
+            with torch.no_grad():
+                self._arrived(param, grad)
+
+        return arrived
+
+    def _arrived(self, param, grad):
+        bucket = self.bucket_of[param]
+        slot = self._slot(bucket)
+        slot.arrived.add(param)
+        if grad is not None:
+            slot.put(param, grad)
+        if self._reduces_now():
+            self._launch_in_order()
+
+    def _slot(self, bucket):
+        """Where a gradient of ``bucket`` goes now; what comes after its launch waits for finish_grad_sync."""
+        if self.local:
+            while self.local[bucket].work is not None:
+                self.pool.retire()
+            return self.local[bucket]
+        where = self.late if self.running and bucket.place < self.next else self.open
+        if bucket not in where:
+            where[bucket] = self.pool.take(bucket, bucket.dtype, bucket.shard.device)
+        return where[bucket]
+
+    def _launch_in_order(self, all_of_them=False):
+        while self.next < len(self.order):
+            bucket = self.order[self.next]
+            slot = self.local.get(bucket) or self.open.get(bucket)
+            if not all_of_them and (slot is None or not slot.whole):
+                return
+            self.next += 1
+            self._launch(bucket, self.open.pop(bucket, None) or slot or self.pool.take(bucket, bucket.dtype, bucket.shard.device))
+
+    def _launch(self, bucket, slot):
+        slot.complete()
+        self.launches.append(bucket.place)
+        self.bytes_sent += self.reduction.sent(bucket, slot.data.dtype)
+        self.pool.launch(slot)
+
+    def _pass_ends(self):
+        with torch.no_grad():
+            if self._reduces_now():
+                self._launch_in_order(all_of_them=True)
+        self.running = False
+
+    # ---- upstream's interface ----
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Upstream holds reductions back inside; here only those of --reduce-every n."""
+        self.held_back = True
+        try:
+            yield
+        finally:
+            self.held_back = False
+
+    def start_grad_sync(self, *unused):
+        """Nothing to start: every pass reduces its own."""
+
+    def finish_grad_sync(self, force_all_reduce=False):
+        """Wait until all shards hold the sum of the step."""
+        if force_all_reduce:
+            raise ValueError("--overlapped-distributed-optimizer keeps shards of gradients: a step that needs them whole "
+                             "(force_all_reduce) is not possible; use --use-distributed-optimizer")
+        with torch.no_grad():
+            self.pool.drain()
+            for kept in (self.open, self.late, {b: s for b, s in self.local.items() if s.filled}):
+                for bucket in [b for b in self.order if b in kept]:
+                    self._launch(bucket, kept.pop(bucket))
+            self.pool.drain()
+            for bucket in self.order:
+                bucket.settle()
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.param_gather_dispatched = False
+
+    def scale_gradients(self, scaling_factor) -> None:
+        """Multiply all shards by ``scaling_factor``, now or when the optimizer steps."""
+        if self.defers_scaling:
+            return super().scale_gradients(scaling_factor)
+        for bucket in self.order:
+            bucket.shard.mul_(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Forget the gradients of the last step."""
+        self.pending, self.passes, self.launches = 1.0, 0, []
+        for bucket in self.order:
+            bucket.empty = True
+
+    def start_param_sync(self, *unused, force_sync=False, force_dispatch=False) -> None:
+        """Gather parameters in the order in which the next forward pass needs them; what is under way already is left alone."""
+        if force_sync:
+            return super().start_param_sync(force_sync=True)
+        self.gather(self.bucket_groups + self.expert_parallel_bucket_groups)
+
+    def gather(self, groups) -> None:
+        """Start the gathering of these bucket groups, last one (the first layers) first."""
+        for group in reversed(groups):
+            if not group.param_gather_dispatched:
+                group.start_param_sync()
+
+    def gradient_bytes(self) -> int:
+        """Bytes that this rank holds for gradients."""
+        shards = sum(bucket.shard.numel() * 4 for bucket in self.order)
+        return shards + self.pool.nbytes() + sum(slot.nbytes() for slot in self.local.values())
+
+
+def overlapped(reduction, wire=None, every=1, buffers=BUFFERS) -> type:
+    """OverlappedDDP with these choices, a class to construct as upstream's."""
+    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, wire=wire, every=every, buffers_in_use=buffers))
+
+
+def _in_order_of_arrival(buckets, parameters):
+    """Buckets by their first parameter in the model, last ones first: the order in which backward completes them."""
+    place = {id(p): number for number, p in enumerate(parameters)}
+    return sorted(buckets, key=lambda bucket: -min(place[id(p)] for p in bucket.spans))

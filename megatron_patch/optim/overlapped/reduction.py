@@ -1,0 +1,108 @@
+"""How the full gradient of a bucket becomes this rank's shard of the sum over ranks.
+
+``start(slot)`` begins it and returns a handle; ``finish(slot)``, once the handle has been waited for, adds the result to the shard of
+the slot's bucket. ``sent(bucket, dtype)``: bytes that a rank sends for it.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class Done:
+    """A handle of something that needs no waiting."""
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return True
+
+
+class AllToAll:
+    """Every rank gets the parts of its shard and adds them in fp32, in rank order, whatever the dtype on the wire.
+
+    The factor of the mean is applied to the sum: nothing is rounded before it travels. Same order of addition as upstream's
+    reduce_scatter_with_fp32_accumulation.
+    """
+
+    def start(self, slot):
+        bucket = slot.bucket
+        if bucket.ranks == 1:
+            return Done()
+        received = _scratch(slot, "received", bucket.numel, slot.data.dtype)
+        return dist.all_to_all_single(received, slot.data, group=bucket.group, async_op=True)
+
+    def finish(self, slot):
+        bucket = slot.bucket
+        parts = slot.data if bucket.ranks == 1 else slot.scratch["received"][: bucket.numel]
+        bucket.add(parts.view(bucket.ranks, -1).sum(0, dtype=torch.float32), bucket.factor)
+
+    def sent(self, bucket, dtype):
+        return bucket.numel // bucket.ranks * (bucket.ranks - 1) * dtype.itemsize
+
+
+class ReduceScatter:
+    """The backend's own collective, which adds in the dtype on the wire. Scaled before, as upstream does it."""
+
+    def start(self, slot):
+        bucket = slot.bucket
+        if bucket.factor != 1.0:
+            slot.data.mul_(bucket.factor)
+        if bucket.ranks == 1:
+            return Done()
+        own = _scratch(slot, "own", bucket.shard.numel(), slot.data.dtype)
+        return dist.reduce_scatter_tensor(own, slot.data, group=bucket.group, async_op=True)
+
+    def finish(self, slot):
+        bucket = slot.bucket
+        bucket.add(slot.data if bucket.ranks == 1 else slot.scratch["own"][: bucket.shard.numel()])
+
+    sent = AllToAll.sent
+
+
+class Int8:
+    """Blocks of 256 elements as int8 with one fp32 scale each (max |x| / 127), exchanged all to all, added in fp32."""
+
+    block = 256
+
+    def start(self, slot):
+        bucket = slot.bucket
+        if bucket.ranks == 1:
+            return Done()
+        packed = self._pack(slot.data.view(bucket.ranks, -1).float())
+        slot.scratch["packed"], slot.scratch["received"] = packed, torch.empty_like(packed)
+        return dist.all_to_all_single(slot.scratch["received"], packed, group=bucket.group, async_op=True)
+
+    def finish(self, slot):
+        bucket = slot.bucket
+        if bucket.ranks == 1:
+            return bucket.add(slot.data.float(), bucket.factor)
+        bucket.add(self._unpack(slot.scratch["received"], bucket.shard.numel()).sum(0), bucket.factor)
+
+    def sent(self, bucket, dtype):
+        blocks = -(-bucket.shard.numel() // self.block)
+        return blocks * (self.block + 4) * (bucket.ranks - 1)
+
+    def _pack(self, parts):
+        """[ranks, n] fp32 -> [ranks, bytes] uint8: the quantised blocks, then their scales."""
+        ranks, count = parts.shape
+        blocks = torch.nn.functional.pad(parts, (0, -count % self.block)).view(ranks, -1, self.block)
+        scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+        whole = (blocks / scales).round_().to(torch.int8)
+        return torch.cat([whole.view(ranks, -1).view(torch.uint8), scales.view(ranks, -1).view(torch.uint8)], 1)
+
+    def _unpack(self, packed, count):
+        """The inverse: [ranks, count] fp32."""
+        ranks, blocks = packed.shape[0], -(-count // self.block)
+        whole = packed[:, : blocks * self.block].contiguous().view(torch.int8).view(ranks, blocks, self.block)
+        scales = packed[:, blocks * self.block:].contiguous().view(torch.float32).view(ranks, blocks, 1)
+        return (whole.float() * scales).view(ranks, -1)[:, :count]
+
+
+def _scratch(slot, name, numel, dtype):
+    """A tensor [numel] that stays with the slot."""
+    kept = slot.scratch.get(name)
+    if kept is None or kept.numel() < numel:
+        kept = slot.scratch[name] = torch.empty(max(numel, slot.buffer.numel() if name == "received" else numel), dtype=dtype,
+                                                device=slot.buffer.device)
+    return kept[:numel]
