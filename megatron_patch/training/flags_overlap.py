@@ -23,9 +23,11 @@ class OverlapSettings:
     experimental."""
     grad_collective: Literal['all-to-all', 'reduce-scatter'] = 'all-to-all'
     """Ours: all-to-all sums in fp32; reduce-scatter is the backend's own and sums in the dtype on the wire."""
+    verify_grad_order: bool = False
+    """Ours: check before each reduction that all ranks reduce the same bucket; slow, for debugging."""
 
 
-NEED = ('reduce_bucket_size', 'reduce_every', 'grad_comm_dtype', 'grad_collective')
+NEED = ('reduce_bucket_size', 'reduce_every', 'grad_comm_dtype', 'grad_collective', 'verify_grad_order')
 EXCLUDED = {
     'ddp_num_buckets': 'give --reduce-bucket-size',
     'ddp_reduce_scatter_with_fp32_accumulation': 'sums are fp32 already',

@@ -250,7 +250,6 @@ FOREIGN = {
     '--tp-only-amax-red': 'no flag of Megatron-LM sets it',
     '--wait-after-ckpt': 'nothing to give: a checkpoint is complete when the call returns',
     '--last-bucket-split-count': 'use --reduce-bucket-size',
-    '--verify-grad-order': 'no equivalent',
     '--distributed-checkpointing': 'checkpoints are always distributed checkpoints',
     '--tokenizer-name-or-path': 'use --tokenizer-type HuggingFaceTokenizer --tokenizer-model',
     '--RMSNorm': 'use --normalization RMSNorm',

@@ -47,10 +47,18 @@ def train_step(job: Job, iterator, extra: ExtraLosses, wish_stop: bool = False) 
     lr = current_lr(job.scheduler)
     if updated:
         job.scheduler.step(increment=job.length.global_batch)
-    others, (total, tokens, stop) = extra.collect(job), reduce_report(reports, wish_stop)
+    others, (total, tokens, stop) = {**extra.collect(job), **communication(job)}, reduce_report(reports, wish_stop)
     mean = total / tokens if tokens else 0.0
     return Outcome(mean, int(tokens), None if grad_norm is None else float(grad_norm), lr, scale, not updated,
                    time.perf_counter() - started, stop > 0, others)
+
+
+def communication(job: Job) -> dict:
+    """What the step's overlapped communication cost this rank (metrics.py), summed over chunks; empty without it."""
+    parts = [chunk.report() for chunk in job.chunks if hasattr(chunk, "report")]
+    if not parts:
+        return {}
+    return {name: (min if name == "comm_overlap" else sum)(part[name] for part in parts) for name in parts[0]}
 
 
 @torch.no_grad()

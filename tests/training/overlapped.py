@@ -27,10 +27,10 @@ def plain_gradients():
 def one(model, data, **flags):
     """(losses, gradient norms, weights) of a run."""
     with plain_gradients():
-        lines, loop = train(model, data, **flags)
+        lines, loop = train(model, data, **flags, eval_iters=1)
     check_replicas(loop)
     check_tied(loop)
-    return curve(lines), curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}, loop
+    return curve(lines) + [lines[-1]["valid_loss"]], curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}, loop
 
 
 def apart(ours, upstream) -> dict:
@@ -39,7 +39,8 @@ def apart(ours, upstream) -> dict:
     other_losses, other_norms, other_weights = upstream[:3]
     assert weights.keys() == other_weights.keys()
     return dict(loss=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
-                norm=max(abs(a - b) / abs(b) for a, b in zip(norms, other_norms, strict=True)),
+                norm=max(abs((a or 0) - (b or 0)) / (b or 1) for a, b in zip(norms, other_norms, strict=True)),  # None: a skipped step
+                skipped=[norms.count(None), other_norms.count(None)],
                 weights=max((p - other_weights[name]).abs().max().item() for name, p in weights.items()),
                 bitwise=losses == other_losses and norms == other_norms and all(torch.equal(p, other_weights[n]) for n, p in weights.items()))
 
@@ -67,4 +68,135 @@ def layouts(models: dict, data: str, cases: list) -> dict:
         ours = {key: common.pop(key) for key in list(common) if key in ("reduce_every", "grad_comm_dtype")}
         out["/".join([model, layout, *sorted(flags)])] = apart(one(models[model], data, **OURS, **ours, **common),
                                                               one(models[model], data, **UPSTREAM, **common))
+    return out
+
+
+# ---- deliberate mistakes ----
+
+def _no_mean(ddp, *_):
+    ddp.OverlappedDDP.scale_gradients = lambda self, factor: None
+
+
+def _twice(ddp, reduction, *_):
+    finish = reduction.AllToAll.finish
+    reduction.AllToAll.finish = lambda self, slot: (finish(self, slot), finish(self, slot))
+
+
+def _no_tied_sum(ddp, *_):
+    init = ddp.OverlappedDDP.__init__
+
+    def without(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        for p in self.bucket_of:
+            if getattr(p, "shared_embedding", False):
+                p.main_grad = p.main_grad.clone()
+
+    ddp.OverlappedDDP.__init__ = without
+
+
+def _wrong_offset(ddp, reduction, bucket):
+    add = bucket.Bucket.add
+    bucket.Bucket.add = lambda self, total, scale=1.0: add(self, total.roll(1), scale)
+
+
+def _stale(ddp, *_):
+    gather = ddp.OverlappedDDP.gather
+
+    def without_one(self, groups):
+        groups[0].param_gather_dispatched = True
+        gather(self, groups)
+
+    ddp.OverlappedDDP.gather = without_one
+
+
+def _lost(ddp, *_):
+    launch = ddp.OverlappedDDP._launch
+    ddp.OverlappedDDP._launch = lambda self, bucket, slot: self.pool.free[slot.buffer.dtype].append(slot) if bucket.place == 3 else launch(
+        self, bucket, slot)
+
+
+MUTANTS = dict(mean=_no_mean, twice=_twice, tied=_no_tied_sum, offset=_wrong_offset, stale=_stale, lost=_lost)
+
+
+@contextlib.contextmanager
+def mutated(name):
+    """A deliberate mistake inside the block."""
+    from megatron_patch.optim.overlapped import bucket, ddp, reduction
+
+    classes = (ddp.OverlappedDDP, reduction.AllToAll, bucket.Bucket)
+    kept = [dict(vars(cls)) for cls in classes]
+    MUTANTS[name](ddp, reduction, bucket)
+    try:
+        yield
+    finally:
+        for cls, before in zip(classes, kept, strict=True):
+            for key, value in before.items():
+                if vars(cls).get(key) is not value:
+                    setattr(cls, key, value)
+
+
+def mutants(models: dict, data: str) -> dict:
+    """{mistake: differences from upstream}, at dp2pp2 with tied embeddings; the whole code under 'none'."""
+    common = {**CLIP, **LAYOUTS["dp2pp2"], "global_batch_size": 8}
+    with plain_gradients():
+        upstream = _run(models["llama_tied"], data, **UPSTREAM, **common)
+        out = {"none": apart(_run(models["llama_tied"], data, **OURS, **common), upstream)}
+        for name in MUTANTS:
+            with mutated(name):
+                out[name] = apart(_run(models["llama_tied"], data, **OURS, **common), upstream)
+    return out
+
+
+def _run(model, data, **flags):
+    from megatron_patch.training.assemble import gather_parameters
+
+    lines, loop = train(model, data, **flags)
+    gather_parameters(loop.job)
+    return curve(lines), curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}
+
+
+def unordered(model: str, data: str) -> str:
+    """What --verify-grad-order says when rank 1 launches its buckets in another order."""
+    from megatron_patch.optim.overlapped import ddp
+
+    if torch.distributed.get_rank() == 1:
+        order = ddp._in_order_of_arrival
+        ddp._in_order_of_arrival = lambda *args: [*order(*args)[1::-1], *order(*args)[2:]]
+    init = ddp.OverlappedDDP.__init__
+
+    def numbered(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        for bucket in self.order:
+            bucket.place = self.buffers[0].buckets.index(bucket.source)
+
+    ddp.OverlappedDDP.__init__ = numbered
+    try:
+        train(model, data, **OURS, train_iters=1, verify_grad_order=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+# ---- checkpoints ----
+
+def checkpoints(models: dict, data: str, folder: str) -> dict:
+    """{'saved by -> resumed by': largest difference of the losses of steps 4 to 6 from the run that was not stopped}."""
+    out, model = {}, models["llama_tied"]
+    reshardable = dict(dist_ckpt_optim_fully_reshardable=True)
+    other = dict(OURS, reduce_bucket_size=20000)
+    ends = {"ours": OURS, "ours, other buckets": other, "upstream": {**UPSTREAM, "ddp_bucket_size": 9000},
+            "no overlap": dict(use_distributed_optimizer=True)}
+    for name, flags in (("ours", OURS), ("upstream", UPSTREAM)):
+        root = f"{folder}/{name}"
+        common = dict(global_batch_size=8, train_iters=6)
+        whole, _ = train(model, data, **LAYOUTS["dp4"], **reshardable, **flags, **common, save=root, save_interval=3)
+        for end, more in ends.items():
+            for layout in ("dp4", "dp2pp2"):
+                again, loop = train(model, data, **LAYOUTS[layout], **reshardable, **more, **common, load=root, ckpt_step=3)
+                check_replicas(loop)
+                out[f"{name} -> {end}, {layout}"] = max(abs(a - b) for a, b in zip(curve(whole[3:]), curve(again), strict=True))
+        bound = f"{folder}/{name} bound"  # upstream's default format, bound to the layout and the buckets
+        train(model, data, **LAYOUTS["dp4"], **flags, **common, save=bound, save_interval=3)
+        again, _ = train(model, data, **LAYOUTS["dp4"], **(UPSTREAM if name == "ours" else OURS), **common, load=bound, ckpt_step=3)
+        out[f"{name} -> the other, bound"] = max(abs(a - b) for a, b in zip(curve(whole[3:]), curve(again), strict=True))
     return out

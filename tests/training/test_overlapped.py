@@ -1,20 +1,103 @@
-"""The overlapped distributed optimizer trains as upstream's does."""
+"""The overlapped distributed optimizer trains as upstream's does, in every layout; deliberate mistakes are seen."""
+
+import inspect
 
 import pytest
 
 from tests.groups import run_ranks
 
 EXACT = ("bf16", "GA1")
+MOE = {"moe_aux_loss_coeff": 0.0}
+FP16 = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**15, "hysteresis": 1, "train_iters": 6}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES = {
+    2: [["llama", "one", {}], ["llama", "tp2", {}], ["llama", "pp2", {}], ["llama_tied", "pp2", {}], ["llama", "cp2", {}],
+        ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp2", FP16]],
+    4: [["llama", "sp", {}], ["qwen3", "sp", {}], ["llama_tied", "dp2pp2", {}], ["llama_tied", "pp2vpp2", {}], ["llama", "dp2cp2", {}],
+        ["llama", "tp2pp2", {}], ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "ep4", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp4", FP16],
+        ["llama", "dp4", {"reduce_every": 2}], ["llama_tied", "dp2pp2", {"reduce_every": 3}], ["llama", "dp4", RECOMPUTE],
+        ["gpt_oss", "dp2pp2", {}], ["bloom", "tp2", {}]],
+}  # fmt: skip
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bitwise(models, data, ranks):
     """Losses, norms and weights of ten clipped steps are those of upstream's overlapped optimizer with the same buckets and the same
-    collective: bit for bit in bf16 and without gradient accumulation, in fp32 with it within 1e-6 (another order of addition)."""
+    collective: bit for bit in bf16 and without gradient accumulation, in fp32 with it within 1e-6 (another order of addition). The
+    last loss is that of an evaluation right after the last step: no stale parameters (B116, B122)."""
     for found in run_ranks(ranks, "tests.training.overlapped:bitwise", models["llama"], data, ranks, timeout=390):
         assert len(found) == 8
         for case, apart in found.items():
             if any(word in case for word in EXACT):
                 assert apart["bitwise"], (case, apart)
             assert apart["loss"] <= 1e-6 and apart["weights"] <= 1e-5, (case, apart)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("ranks", list(CASES))
+def test_layouts(models, data, ranks):
+    """Three steps in every layout give upstream's weights and norms: SP and q/k norms, tied embeddings under a pipeline, virtual
+    stages, CP, dense and expert groups, fp16 with skipped steps, recomputation, gradient accumulation (B117, B120, B124)."""
+    for found in run_ranks(ranks, "tests.training.overlapped:layouts", models, data, CASES[ranks], timeout=490):
+        assert len(found) == len(CASES[ranks])
+        for case, apart in found.items():
+            assert apart["weights"] <= 1e-6 and apart["norm"] <= 1e-6 and apart["loss"] <= 1e-6, (case, apart)
+            assert apart["skipped"] == ([4, 4] if "fp16" in case else [0, 0]), (case, apart)
+
+
+@pytest.mark.timeout(300)
+def test_mutants(models, data):
+    """The mean dropped, a bucket added twice, the sum of tied embeddings left out, a shard shifted, a bucket not gathered, a bucket
+    lost: each is seen in the weights or the norm."""
+    for found in run_ranks(4, "tests.training.overlapped:mutants", models, data, timeout=290):
+        whole = found.pop("none")
+        assert whole["weights"] <= 1e-6 and whole["norm"] <= 1e-6 and len(found) == 6, whole
+        for name, apart in found.items():
+            assert apart["weights"] > 1e-4 or apart["norm"] > 1e-2, (name, apart)
+
+
+@pytest.mark.timeout(100)
+def test_order_is_verified(models, data):
+    """--verify-grad-order stops all ranks before anything is sent when one launches another bucket."""
+    for text in run_ranks(2, "tests.training.overlapped:unordered", models["llama"], data, timeout=90):
+        assert "--verify-grad-order" in text and "launch 1 of this step" in text, text
+
+
+@pytest.mark.timeout(400)
+def test_checkpoints(models, data, tmp_path):
+    """Saved with either optimizer, resumed with the other, with other buckets, other DP and PP sizes, or none of both: the losses of
+    the run that was not stopped, within 1e-6 (B79, B80, B81, B86)."""
+    for found in run_ranks(4, "tests.training.overlapped:checkpoints", models, data, str(tmp_path), timeout=390):
+        assert len(found) == 18
+        for case, apart in found.items():
+            assert apart <= 1e-6, (case, apart)
+
+
+def test_takes_upstreams_arguments():
+    """Every public method takes what upstream's takes, by name and by place (B118)."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megatron_patch.optim.overlapped.ddp import OverlappedDDP
+    from megatron_patch.optim.overlapped.optimizer import OverlappedDistributedOptimizer
+
+    seen = 0
+    for ours, upstream in ((OverlappedDDP, DistributedDataParallel), (OverlappedDistributedOptimizer, DistributedOptimizer)):
+        for name, method in inspect.getmembers(upstream, callable):
+            mine = getattr(ours, name)
+            if name.startswith("_") and name != "__init__" or mine is method:
+                continue
+            seen += 1
+            assert not _missing(inspect.signature(mine), inspect.signature(method)), (ours, name)
+    assert seen >= 8
+    assert _missing(inspect.signature(lambda self: 0), inspect.signature(lambda self, force_all_reduce=False: 0))  # a mistake is seen
+
+
+def _missing(ours, upstream) -> list:
+    """Parameters of ``upstream`` that ``ours`` would refuse."""
+    kinds = {parameter.kind for parameter in ours.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL in kinds:
+        return []
+    optional = inspect.Parameter.VAR_POSITIONAL
+    return [name for name, parameter in upstream.parameters.items() if name not in ours.parameters and parameter.kind is not optional]

@@ -11,35 +11,23 @@ Source: megatron/core/distributed/distributed_data_parallel.py and finalize_mode
 """
 
 import contextlib
-import time
 
 import torch
 
 from megatron_patch.optim.folding import DistributedDataParallel
 from megatron_patch.optim.overlapped.bucket import Bucket
 from megatron_patch.optim.overlapped.pool import Pool, Slot
+from megatron_patch.optim.overlapped.traffic import Traffic
 
 BUFFERS = 3
-
-
-class Clock:
-    """Adds up the seconds spent inside ``with clock:``."""
-
-    seconds = 0.0
-
-    def __enter__(self):
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_):
-        self.seconds += time.perf_counter() - self._since
 
 
 class OverlappedDDP(DistributedDataParallel):
     """Upstream's class and ours for deferred scaling, same arguments. Attributes to set before construction are class attributes of a
     subclass made by :func:`overlapped`: ``reduction`` (reduction.py), ``wire`` (dtype of gradients in the buffers, None: each
-    parameter's own), ``every`` (reduce at every n-th backward pass), ``buffers_in_use``."""
+    parameter's own), ``every`` (reduce at every n-th backward pass), ``verify_order``, ``buffers_in_use``."""
 
-    reduction, wire, every, buffers_in_use = None, None, 1, BUFFERS
+    reduction, wire, every, verify_order, buffers_in_use = None, None, 1, False, BUFFERS
 
     @property
     def bucket_size(self):
@@ -52,8 +40,8 @@ class OverlappedDDP(DistributedDataParallel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.clock = Clock()
-        self.pool = Pool(self.buffers_in_use, self.reduction, self.clock)
+        self.traffic = Traffic()
+        self.pool = Pool(self.buffers_in_use, self.reduction, self.traffic)
         self.order = _in_order_of_arrival([self._take_over(bucket, buffer) for buffer in self.buffers + self.expert_parallel_buffers
                                            for bucket in buffer.buckets], list(self.module.parameters()))
         for buffer in self.buffers + self.expert_parallel_buffers:
@@ -67,7 +55,7 @@ class OverlappedDDP(DistributedDataParallel):
                 p.main_grad = bucket.part(p)
         self.local = {b: Slot(b.numel, torch.float32, b.shard.device).open(b) for b in self.order} if self.every > 1 else {}
         self.open, self.late, self.next, self.running = {}, {}, 0, False
-        self.passes, self.held_back, self.bytes_sent, self.launches = 0, False, 0, []
+        self.passes, self.held_back, self.launches = 0, False, []
 
     def _take_over(self, bucket, buffer):
         taken = Bucket(bucket, buffer, buffer.grad_data.device)
@@ -140,8 +128,18 @@ class OverlappedDDP(DistributedDataParallel):
     def _launch(self, bucket, slot):
         slot.complete()
         self.launches.append(bucket.place)
-        self.bytes_sent += self.reduction.sent(bucket, slot.data.dtype)
+        if self.verify_order:
+            self._verify(bucket)
         self.pool.launch(slot)
+
+    def _verify(self, bucket):
+        """Raise RuntimeError, on all ranks and before anything is sent, when the ranks do not launch the same bucket."""
+        low = torch.tensor([bucket.place, -bucket.place], device=bucket.shard.device)
+        torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN, group=self.intra_dp_cp_group)
+        first, last = low[0].item(), -low[1].item()
+        if first != last:
+            raise RuntimeError(f"--verify-grad-order: launch {len(self.launches)} of this step is of bucket {bucket.place} on this rank, of "
+                               f"buckets {first} to {last} on others; the order of --overlapped-distributed-optimizer is broken")
 
     def _pass_ends(self):
         with torch.no_grad():
@@ -203,6 +201,15 @@ class OverlappedDDP(DistributedDataParallel):
         for group in reversed(groups):
             if not group.param_gather_dispatched:
                 group.start_param_sync()
+                sent = sum(b.param_data.numel() * b.param_data.element_size() for b in group.buckets)
+                ranks = group.intra_distributed_optimizer_instance_size
+                group.param_gather_handle = self.traffic.begins(group.param_gather_handle, sent // ranks * (ranks - 1))
+
+    def report(self) -> dict:
+        """What the last step's communication cost (traffic.py), and grad_bytes; counting begins anew."""
+        found = {**self.traffic.summary(), "grad_bytes": self.gradient_bytes()}
+        self.traffic.restart()
+        return found
 
     def gradient_bytes(self) -> int:
         """Bytes that this rank holds for gradients."""
@@ -210,9 +217,10 @@ class OverlappedDDP(DistributedDataParallel):
         return shards + self.pool.nbytes() + sum(slot.nbytes() for slot in self.local.values())
 
 
-def overlapped(reduction, wire=None, every=1, buffers=BUFFERS) -> type:
+def overlapped(reduction, wire=None, every=1, verify_order=False, buffers=BUFFERS) -> type:
     """OverlappedDDP with these choices, a class to construct as upstream's."""
-    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, wire=wire, every=every, buffers_in_use=buffers))
+    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, wire=wire, every=every, verify_order=verify_order,
+                                                        buffers_in_use=buffers))
 
 
 def _in_order_of_arrival(buckets, parameters):

@@ -54,8 +54,8 @@ class Pool:
     reduction: how a slot becomes a part of its bucket's shard (reduction.py). in_flight: slots whose reduction runs, oldest first.
     """
 
-    def __init__(self, size: int, reduction, clock):
-        self.size, self.reduction, self.clock = size, reduction, clock
+    def __init__(self, size: int, reduction, traffic):
+        self.size, self.reduction, self.traffic = size, reduction, traffic
         self.capacity, self.free, self.made = {}, {}, {}
         self.in_flight = deque()
 
@@ -77,7 +77,7 @@ class Pool:
 
     def launch(self, slot: Slot) -> None:
         """Start the reduction of a slot; those that are done are taken out."""
-        slot.work = self.reduction.start(slot)
+        slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot.bucket, slot.data.dtype))
         self.in_flight.append(slot)
         while self.in_flight and self.in_flight[0].work.is_completed():
             self.retire()
@@ -85,8 +85,7 @@ class Pool:
     def retire(self) -> None:
         """Wait for the oldest reduction and add what it brought to the shard."""
         slot = self.in_flight.popleft()
-        with self.clock:
-            slot.work.wait()
+        slot.work.wait()
         self.reduction.finish(slot)
         slot.open(slot.bucket)
         if slot in self.made.get(slot.buffer.dtype, ()):
