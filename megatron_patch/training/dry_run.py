@@ -7,7 +7,7 @@ from megatron_patch import layout, spec
 from megatron_patch.training.checkpoint_folder import find
 from megatron_patch.training.export import check_export
 from megatron_patch.training.feed import run_tokenizer
-from megatron_patch.training.footprint import StageSize, stage_sizes, uncounted
+from megatron_patch.training.footprint import Sharded, StageSize, stage_sizes, uncounted
 from megatron_patch.training.length import Length, check_documents, check_layout, run_length
 from megatron_patch.training.model_source import is_half, layout_sizes, model_config, optimizer_config, with_checkpoint_args
 from megatron_patch.training.report import check_tensorboard
@@ -56,7 +56,17 @@ def _vocabulary(settings) -> int | None:
 def _stages(settings, config, world) -> list[StageSize]:
     half, distributed = is_half(config), settings.optimizer["use_distributed_optimizer"]
     grad_bytes = 2 if half and not settings.ddp.get("grad_reduce_in_fp32") else 4
-    return stage_sizes(config, world, distributed_optimizer=distributed, grad_bytes=grad_bytes, half=half)
+    return stage_sizes(config, world, distributed_optimizer=distributed, grad_bytes=grad_bytes, half=half,
+                       sharded=_sharded(settings, config, half, world) if settings.overlap.overlapped_distributed_optimizer else None)
+
+
+def _sharded(settings, config, half, world) -> Sharded:
+    """Buckets are as large as asked for, or as the largest tensor, the embedding."""
+    sizes = layout_sizes(config, world)
+    asked = settings.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * sizes["dp"])
+    embedding = config.vocab_size * config.hidden_size // config.tensor_model_parallel_size
+    wire = {None: 2 if half else 4, "fp32": 4, "bf16": 2, "int8": 2 if half else 4}[settings.overlap.grad_comm_dtype]
+    return Sharded(max(asked, embedding), wire, settings.overlap.reduce_every > 1)
 
 
 def _headline(config, world, sizes) -> str:

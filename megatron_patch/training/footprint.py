@@ -15,6 +15,23 @@ NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` of ``bucket`` elements with what was
+    received beside them, ``wire`` bytes an element, and with ``full`` a whole fp32 gradient for --reduce-every above 1."""
+
+    bucket: int
+    wire: int
+    full: bool
+    buffers: int = 3
+
+    def bytes(self, parameters: int, shard: int) -> int:
+        """Of a rank with so many ``parameters``, ``shard`` of them its own."""
+        own = 0 if self.full else self.buffers * min(self.bucket, parameters) * self.wire
+        received = self.buffers * min(self.bucket, parameters) * self.wire
+        return 4 * shard + own + received + (4 * parameters if self.full else 0)
+
+
+@dataclass(frozen=True)
 class StageSize:
     """One rank of pipeline stage ``stage``: parameters (dense, expert) and bytes of weights, gradients and optimizer state."""
 
@@ -41,8 +58,10 @@ def every_slot() -> Family:
     return Family("flags", (), (), config={}, weights=names)
 
 
-def stage_sizes(config, world_size: int, *, distributed_optimizer: bool, grad_bytes: int, half: bool) -> list[StageSize]:
-    """One StageSize per pipeline rank. ``half``: weights are 2 bytes and the optimizer keeps fp32 copies of them."""
+def stage_sizes(config, world_size: int, *, distributed_optimizer: bool, grad_bytes: int, half: bool,
+                sharded: Sharded | None = None) -> list[StageSize]:
+    """One StageSize per pipeline rank. ``half``: weights are 2 bytes and the optimizer keeps fp32 copies of them. ``sharded``: how
+    gradients are kept, when not as ``grad_bytes`` for every parameter."""
     shards = _shard_counts(config, world_size) if distributed_optimizer else dict(dense=1, expert=1)
     out = []
     for stage, virtual in enumerate(layout.stages(config)):
@@ -51,7 +70,10 @@ def stage_sizes(config, world_size: int, *, distributed_optimizer: bool, grad_by
         state = 12 if half else 8  # fp32 copy, exp_avg, exp_avg_sq
         optimizer = -(-dense * state // shards["dense"]) + -(-expert * state // shards["expert"])
         total = dense + expert
-        out.append(StageSize(stage, layers, dense, expert, total * (2 if half else 4), total * grad_bytes, optimizer))
+        gradients = total * grad_bytes
+        if sharded:
+            gradients = sharded.bytes(total, -(-dense // shards["dense"]) + -(-expert // shards["expert"]))
+        out.append(StageSize(stage, layers, dense, expert, total * (2 if half else 4), gradients, optimizer))
     return out
 
 

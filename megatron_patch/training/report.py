@@ -52,8 +52,8 @@ class Report:
         if line["loss_scale"] != 1:
             parts.append(f"loss scale {line['loss_scale']:g}, skipped {self.skipped}")
         if "comm_bytes" in line:
-            parts.append(f"waited {line['comm_exposed_ms']:.0f} ms for {line['comm_bytes'] / 1e6:.1f} MB ({line['comm_overlap']:.0%} hidden), "
-                         f"gradients {line['grad_bytes'] / 2**20:.1f} MiB")
+            parts += [f"waited {line['comm_exposed_ms']:.0f} ms for {line['comm_bytes'] / 1e6:.1f} MB ({line['comm_overlap']:.0%} hidden)",
+                      f"gradients {line['grad_bytes'] / 2**20:.1f} MiB"]
         known = {"valid_loss": "valid loss", "test_loss": "test loss"}
         parts += [f"{label} {line[name]:.6f}" for name, label in known.items() if name in line]
         return "  ".join(parts)

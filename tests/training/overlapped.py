@@ -26,23 +26,27 @@ def plain_gradients():
 
 def one(model, data, **flags):
     """(losses, gradient norms, weights) of a run."""
+    from megatron_patch.training.step import evaluate
+
     with plain_gradients():
-        lines, loop = train(model, data, **flags, eval_iters=1)
+        lines, loop = train(model, data, **flags)
+    last = evaluate(loop.job, loop.feed.iterator(loop.feed.train, 0), 1)  # nobody has gathered the weights of the last step yet
     check_replicas(loop)
     check_tied(loop)
-    return curve(lines) + [lines[-1]["valid_loss"]], curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}, loop
+    weights = {name: p.detach().clone() for name, p in parameters(loop).items()}
+    return curve(lines) + [last], curve(lines, "grad_norm"), weights, loop
 
 
 def apart(ours, upstream) -> dict:
     """Largest differences, and whether all is equal bit for bit."""
-    losses, norms, weights = (ours[:3])
+    losses, norms, weights = ours[:3]
     other_losses, other_norms, other_weights = upstream[:3]
     assert weights.keys() == other_weights.keys()
-    return dict(loss=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
+    same = losses == other_losses and norms == other_norms and all(torch.equal(p, other_weights[n]) for n, p in weights.items())
+    return dict(bitwise=same, loss=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
                 norm=max(abs((a or 0) - (b or 0)) / (b or 1) for a, b in zip(norms, other_norms, strict=True)),  # None: a skipped step
                 skipped=[norms.count(None), other_norms.count(None)],
-                weights=max((p - other_weights[name]).abs().max().item() for name, p in weights.items()),
-                bitwise=losses == other_losses and norms == other_norms and all(torch.equal(p, other_weights[n]) for n, p in weights.items()))
+                weights=max((p - other_weights[name]).abs().max().item() for name, p in weights.items()))
 
 
 def bitwise(model: str, data: str, ranks: int) -> dict:
@@ -55,9 +59,22 @@ def bitwise(model: str, data: str, ranks: int) -> dict:
                                       ("reduce-scatter", dict(grad_comm_dtype="fp32"))):
                 upstream = one(model, data, **UPSTREAM, **common, **(flags if collective == "all-to-all" else {}))
                 ours = one(model, data, **OURS, **common, grad_collective=collective, **({} if collective == "all-to-all" else flags))
-                assert len(ours[3].job.chunks[0].order) >= 10
+                check_sharded(ours[3].job.chunks[0], dtype)
                 out[f"{dtype} {collective} GA{batch // (2 * ranks)}"] = apart(ours, upstream)
     return out
+
+
+def check_sharded(chunk, dtype) -> None:
+    """Buckets are as many as their size says; gradients take what the dry run counts: fp32 shards and three buffers, no more."""
+    from megatron_patch.training.footprint import Sharded
+
+    parameters = sum(bucket.numel for bucket in chunk.order)
+    largest = max(bucket.numel for bucket in chunk.order)
+    assert len(chunk.order) >= 10 and len(chunk.order) <= parameters // BUCKET + 1
+    wire = 2 if dtype == "bf16" and chunk.wire is None else 4
+    counted = Sharded(largest, wire, False).bytes(parameters, sum(bucket.shard.numel() for bucket in chunk.order))
+    assert 0.7 * counted <= chunk.gradient_bytes() <= counted, (chunk.gradient_bytes(), counted)
+    assert not any(p.main_grad.numel() == p.numel() > BUCKET for p in chunk.bucket_of)
 
 
 def layouts(models: dict, data: str, cases: list) -> dict:

@@ -50,11 +50,11 @@ def test_layouts(models, data, ranks):
 def test_mutants(models, data):
     """The mean dropped, a bucket added twice, the sum of tied embeddings left out, a shard shifted, a bucket not gathered, a bucket
     lost: each is seen in the weights or the norm."""
-    for found in run_ranks(4, "tests.training.overlapped:mutants", models, data, timeout=290):
-        whole = found.pop("none")
-        assert whole["weights"] <= 1e-6 and whole["norm"] <= 1e-6 and len(found) == 6, whole
-        for name, apart in found.items():
-            assert apart["weights"] > 1e-4 or apart["norm"] > 1e-2, (name, apart)
+    ranks = run_ranks(4, "tests.training.overlapped:mutants", models, data, timeout=290)
+    most = {name: [max(found[name][key] for found in ranks) for key in ("weights", "norm")] for name in ranks[0]}
+    assert max(most.pop("none")) <= 1e-6 and len(most) == 6, ranks
+    for name, (weights, norm) in most.items():
+        assert weights > 5e-6 or norm > 1e-4, (name, weights, norm)
 
 
 @pytest.mark.timeout(100)

@@ -19,6 +19,7 @@ MLA = ['--multi-latent-attention']
 FULL = ['--recompute-granularity', 'full', '--recompute-method', 'uniform', '--recompute-num-layers', '1']
 SELECTIVE = ['--recompute-granularity', 'selective']
 DISTRIBUTED = ['--use-distributed-optimizer', '--overlap-grad-reduce']
+OVERLAPPED = ['--overlapped-distributed-optimizer']
 PRECISION_AWARE = [*DISTRIBUTED, '--use-precision-aware-optimizer']
 TP2 = ['--tensor-model-parallel-size', '2', '--sequence-parallel']
 FP8 = ['--fp8-format', 'e4m3', '--transformer-impl', 'te']
@@ -40,6 +41,7 @@ NEEDS = {
     'main_grads_dtype': PRECISION_AWARE, 'main_params_dtype': PRECISION_AWARE, 'exp_avg_dtype': PRECISION_AWARE,
     'exp_avg_sq_dtype': PRECISION_AWARE, 'fp8_param_gather': [*DISTRIBUTED, *FP8],
     'num_distributed_optimizer_instances': DISTRIBUTED,
+    **dict.fromkeys(['reduce_bucket_size', 'reduce_every', 'grad_comm_dtype', 'grad_collective', 'verify_grad_order'], OVERLAPPED),
     'expert_model_parallel_size': EXPERTS, 'moe_latent_size': EXPERTS, 'expert_tensor_parallel_size': [*EXPERTS, '--disable-bias-linear'],
     'moe_layer_freq': EXPERTS, 'moe_router_load_balancing_type': EXPERTS, 'moe_aux_loss_coeff': EXPERTS,
     'moe_expert_capacity_factor': EXPERTS, 'moe_shared_expert_intermediate_size': EXPERTS,
@@ -156,7 +158,7 @@ def build(settings):
             built[name] = {k: v for k, v in vars(make()).items() if not callable(v) or k == 'activation_func'}
         except (ValueError, AssertionError, ImportError, TypeError, RuntimeError) as error:
             refused[name] = error
-    groups = {name: dataclasses.asdict(getattr(settings, name)) for name in ('gpt', 'schedule', 'data', 'checkpoint', 'run')}
+    groups = {name: dataclasses.asdict(getattr(settings, name)) for name in ('gpt', 'schedule', 'data', 'checkpoint', 'run', 'overlap')}
     return {**built, **groups}, kwargs, refused
 
 

@@ -138,8 +138,8 @@ class OverlappedDDP(DistributedDataParallel):
         torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN, group=self.intra_dp_cp_group)
         first, last = low[0].item(), -low[1].item()
         if first != last:
-            raise RuntimeError(f"--verify-grad-order: launch {len(self.launches)} of this step is of bucket {bucket.place} on this rank, of "
-                               f"buckets {first} to {last} on others; the order of --overlapped-distributed-optimizer is broken")
+            raise RuntimeError(f"--verify-grad-order: launch {len(self.launches)} of this step is of bucket {bucket.place} here and of "
+                               f"buckets {first} to {last} on the ranks; they must be the same: report it with your flags")
 
     def _pass_ends(self):
         with torch.no_grad():

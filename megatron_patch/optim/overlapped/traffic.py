@@ -73,7 +73,7 @@ def _when_done(work, span) -> bool:
         future = work.get_future()
     except (AttributeError, RuntimeError):
         return False
-    if future.done() or getattr(future, "devices", lambda: [])():
+    if future.done() or getattr(future, "devices", list)():
         return False
 
     def done(_):

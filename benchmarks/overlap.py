@@ -1,0 +1,228 @@
+"""The overlapped distributed optimizer against upstream's, four data-parallel ranks on links with a rate.
+
+    sudo python benchmarks/overlap.py [--quick] [--json FILE] [--only SCENARIO]      (exit code 0 or 1)
+
+Each rank is in a network namespace of its own, all are joined by a bridge, every link is shaped (overlap_net.py): gloo over TCP.
+Compute is emulated by layers that sleep (overlap_rank.py), so that two cores can stand for four accelerators; compute-only is the
+same step with every collective left out, measured before and after. Processes of all modes live side by side and take turns in every
+round, in alternating order; a ratio is the median over rounds of paired ratios, its range is printed. efficiency: compute-only / step.
+
+Modes: none (DistributedOptimizer without overlap); upstream (both overlaps); +fp32sum (reduce_scatter_with_fp32_accumulation: half the
+bytes on gloo); +bf16 (and a bf16 gradient buffer: the best upstream); ours (exact: bf16 wire, fp32 sums); int8.
+The rate is found first: no-overlap's efficiency must lie in 0.55 to 0.70; for int8 the best upstream's at most 0.6.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __package__:
+    from benchmarks.overlap_net import Network
+    from benchmarks.train_vs_hf import machine, write_json
+else:  # run as a file
+    from overlap_net import Network
+    from train_vs_hf import machine, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS, BUCKET, SLEEP = 4, 400_000, 0.015
+MODEL = dict(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4, intermediate_size=704, vocab_size=512,
+             max_position_embeddings=64, tie_word_embeddings=False)
+UPSTREAM = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size {BUCKET}"
+OURS = f"--overlapped-distributed-optimizer --reduce-bucket-size {BUCKET}"
+FP32SUM = "--ddp-reduce-scatter-with-fp32-accumulation"
+MODES = {"compute": "--use-distributed-optimizer", "none": "--use-distributed-optimizer", "upstream": UPSTREAM,
+         "+fp32sum": f"{UPSTREAM} {FP32SUM}", "+bf16": f"{UPSTREAM} {FP32SUM} --grad-reduce-in-bf16", "ours": OURS,
+         "int8": f"{OURS} --grad-comm-dtype int8"}
+BEST = ("upstream", "+fp32sum", "+bf16")
+SCENARIOS = {  # micro-batches, what the rate is found by, jitter, modes, more flags of ours
+    "GA 1": (1, ("none", 0.625), False, ("none", *BEST, "ours"), ""),
+    "GA 1, jitter": (1, ("none", 0.625), True, ("none", *BEST, "ours"), ""),
+    "GA 4": (4, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every 4"),
+    "GA 1, slow": (1, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), ""),
+    "GA 4, slow": (4, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), "--reduce-every 4"),
+}
+
+
+class Cluster:
+    """The processes of all modes of one scenario."""
+
+    def __init__(self, network, model: Path, modes, micro_batches: int, more: str, folder: str):
+        self.network, self.channels, path = network, {}, f"{folder}/socket"
+        Path(path).unlink(missing_ok=True)
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen(RANKS * len(modes))
+        common = (f"--bf16 --micro-batch-size 1 --global-batch-size {RANKS * micro_batches} --seq-length 32 --train-iters 100000 --lr 1e-4 "
+                  "--lr-decay-style constant --clip-grad 1.0 --transformer-impl native")
+        flags = {mode: f"{common} {MODES[mode]} {more if OURS in MODES[mode] else ''}".split() for mode in modes}
+        plan = {mode: dict(flags=flags[mode], port=29600 + number, sleep=SLEEP) for number, mode in enumerate(modes)}
+        self.log = open(f"{folder}/log", "ab")  # noqa: SIM115
+        self.parents = [self._start(rank, path, model, plan) for rank in range(RANKS)]
+        server.settimeout(240)
+        for _ in range(RANKS * len(modes)):
+            lines = server.accept()[0].makefile("rw")
+            hello = json.loads(lines.readline())
+            self.channels[hello["mode"], hello["rank"]] = lines
+        server.close()
+        ready = [json.loads(lines.readline()) for lines in self.channels.values()]
+        self.buckets, self.parameters = max(found["buckets"] for found in ready), ready[0]["parameters"]
+
+    def _start(self, rank, path, model, plan):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+               "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "e0", "CUDA_VISIBLE_DEVICES": ""}
+        words = [sys.executable, "-W", "ignore", "-m", "benchmarks.overlap_rank", path, str(model), json.dumps(plan)]
+        return subprocess.Popen(self.network.command(rank, words), cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
+
+    def run(self, mode: str, steps: int) -> dict:
+        """``steps`` steps on all ranks: the slowest rank's seconds a step; bytes sent, gradients and memory of rank 0."""
+        mine = [self.channels[mode, rank] for rank in range(RANKS)]
+        for lines in mine:
+            lines.write(f"{steps}\n")
+            lines.flush()
+        found = [lines.readline() for lines in mine]
+        if not all(found):
+            raise RuntimeError(f"a rank of mode {mode} ended:\n{Path(self.log.name).read_text(errors='replace')[-3000:]}")
+        found = [json.loads(line) for line in found]
+        return {**found[0], "seconds": max(one["seconds"] for one in found)}
+
+    def close(self):
+        """End the processes."""
+        for lines in self.channels.values():
+            lines.close()
+        for parent in self.parents:
+            subprocess.run(["pkill", "-P", str(parent.pid)], check=False)
+            parent.kill()
+            parent.wait()
+        self.log.close()
+
+
+def find_rate(cluster, network, mode, efficiency, compute) -> float:
+    """The rate at which ``mode`` has about this efficiency; left set. Time beyond compute is taken to go with 1 / rate."""
+    rate = network.mbit
+    for _ in range(4):
+        network.rate(rate)
+        cluster.run(mode, 1)
+        found = compute / cluster.run(mode, 2)["seconds"]
+        if abs(found - efficiency) < 0.04:
+            break
+        rate *= min(max((1 / found - 1) / (1 / efficiency - 1), 0.3), 4)
+    network.rate(rate)
+    return rate
+
+
+def measure(name: str, network, model, folder, rounds: int) -> dict:
+    """One scenario."""
+    micro_batches, (by, efficiency), jitter, modes, more = SCENARIOS[name]
+    cluster = Cluster(network, model, ("compute", *modes), micro_batches, more, folder)
+    try:
+        for mode in ("compute", *modes):
+            cluster.run(mode, 2)
+        before = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
+        rate = find_rate(cluster, network, by, efficiency, statistics.median(before))
+        if jitter:
+            network.jitter()
+        found = {mode: [] for mode in modes}
+        for number in range(rounds):
+            for mode in modes if number % 2 == 0 else reversed(modes):
+                found[mode].append(cluster.run(mode, 2))
+        network.steady()
+        after = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
+    finally:
+        network.steady()
+        cluster.close()
+    return dict(name=name, rate=rate, rounds=rounds, buckets=cluster.buckets, parameters=cluster.parameters, compute=[before, after],
+                modes=found)
+
+
+def judged(result: dict) -> dict:
+    """{mode: median seconds, efficiency, ratio to the best upstream and to none with its range, bytes}."""
+    compute, out = statistics.median(sum(result["compute"], [])), {}
+    times = {mode: [one["seconds"] for one in found] for mode, found in result["modes"].items()}
+    best = min((mode for mode in BEST if mode in times), key=lambda mode: statistics.median(times[mode]))
+    for mode, found in result["modes"].items():
+        last = found[-1]
+        row = dict(seconds=statistics.median(times[mode]), sent=statistics.median(one["sent"] for one in found),
+                   gradient_bytes=last["gradient_bytes"], peak_mib=last["peak_mib"], best=best)
+        row["efficiency"] = compute / row["seconds"]
+        for name, other in (("to_best", best), ("to_none", "none")):
+            if other in times:
+                ratios = [a / b for a, b in zip(times[mode], times[other], strict=True)]
+                row[name] = [statistics.median(ratios), min(ratios), max(ratios)]
+        out[mode] = row
+    return out
+
+
+def failures(result: dict, table: dict) -> list[str]:
+    """The bounds that one scenario missed."""
+    name, out = result["name"], []
+
+    def must(what, value, bound, below=True):
+        if value > bound if below else value < bound:
+            out.append(f"{name}: {what} is {value:.2f}, bound {bound}")
+
+    ours = table["ours"]
+    if "slow" in name:
+        must("the best upstream's efficiency", table[ours["best"]]["efficiency"], 0.6)
+        must("int8 / best upstream", table["int8"]["to_best"][0], 0.9)
+        return out
+    if name.startswith("GA 1"):
+        must("no-overlap's efficiency", table["none"]["efficiency"], 0.70)
+        must("no-overlap's efficiency", table["none"]["efficiency"], 0.55, below=False)
+        must("our efficiency", ours["efficiency"], 0.85, below=False)
+        must("ours / no overlap", ours["to_none"][0], 0.75)
+        must("our gradients / upstream's fp32 buffer", ours["gradient_bytes"] / table["upstream"]["gradient_bytes"], 0.45)
+    must("ours / best upstream", ours["to_best"][0], 1.05)
+    return out
+
+
+def show(result: dict, table: dict) -> None:
+    """The table of one scenario."""
+    before, after = (statistics.median(part) for part in result["compute"])
+    print(f"\n{result['name']}: {result['rate']:.0f} Mbit/s, {result['rounds']} rounds of 2 steps, {result['buckets']} buckets, "
+          f"compute-only {before:.3f} s before, {after:.3f} s after\n"
+          "mode       step s   eff.  / none (range)      / best (range)      sent MB  gradients MB  peak RSS MiB   loss")
+    for mode, row in table.items():
+        ratios = [f"{v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" if (v := row.get(key)) else "" for key in ("to_none", "to_best")]
+        loss = result["modes"][mode][-1]["steps"][-1]["loss"]
+        print(f"{mode + '*' * (mode == row['best']):9} {row['seconds']:7.3f}  {row['efficiency']:5.2f}  {ratios[0]:18}  {ratios[1]:18}  "
+              f"{row['sent'] / 1e6:7.1f}  {row['gradient_bytes'] / 1e6:12.1f}  {row['peak_mib']:12.0f}   {loss:.5f}", flush=True)
+
+
+def main(argv=None) -> int:
+    """Measure, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds of the first scenario; judges no speed")
+    parser.add_argument("--rounds", type=int, help="rounds per scenario (15, with --quick 3)")
+    parser.add_argument("--only", metavar="SCENARIO", action="append", choices=list(SCENARIOS), help="may be repeated")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured")
+    options = parser.parse_args(argv)
+    rounds = options.rounds or (3 if options.quick else 15)
+    names = options.only or list(SCENARIOS)[: 1 if options.quick else None]
+    about, began, results, missed = machine(), time.time(), [], []
+    print(f"{about['cpu']}, {about['cpus']} CPUs, load {about['load']:.1f}, {about['date']}; torch {about['torch']}, megatron-core "
+          f"{about['megatron-core']}; {RANKS} ranks, bf16, layers sleep {SLEEP * 1000:.0f} + {SLEEP * 2000:.0f} ms; * best upstream")
+    with tempfile.TemporaryDirectory(prefix="overlap-") as folder, Network(RANKS, 200) as network:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(f"{folder}/model")
+        for name in names:
+            result = measure(name, network, Path(folder) / "model", folder, rounds)
+            table = judged(result)
+            show(result, table)
+            missed += [] if options.quick else failures(result, table)
+            results.append({**result, "table": table})
+    print("\n".join([f"took {time.time() - began:.0f} s", *(f"FAILED {line}" for line in missed)]))
+    if options.json:
+        write_json(options.json, dict(machine=about, model=MODEL, results=results, failures=missed))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
