@@ -85,7 +85,7 @@ def test_virtual_stages_turn_on_overlapped_communication(parse, flags, virtual):
     ('--use-megatron-fsdp', ['known to Megatron-LM, not supported here: --use-megatron-fsdp (', '--use-distributed-optimizer']),
     ('--wandb-project x', ['known to Megatron-LM, not supported here: --wandb-project (']),
     ('--mtp-depth 1', ['use --mtp-num-layers']), ('--attn-recompute', ['--recompute-modules core_attn']),
-    ('--moe-router-use-sigmoid', ['--moe-router-score-function sigmoid']), 
+    ('--moe-router-use-sigmoid', ['--moe-router-score-function sigmoid']),
      ('--reduce-bucket-size 5', ['--overlapped-distributed-optimizer']),
     ('--RMSNorm', ['--normalization RMSNorm']), ('--nproc_per_node 2', ['torchrun']), ('--wait-after-ckpt 3', ['checkpoint']),
     ('--tokenizer-type PretrainedFromHF', ["found 'PretrainedFromHF'", 'HuggingFaceTokenizer']),
