@@ -75,17 +75,29 @@ class Conversion:
         began = time.monotonic()
         self._check_source("after it was read")
         mark = engine.fingerprint(self.files, self.lines, self.stamp, work.algorithm)
-        with output.building(self.out, lambda folder: engine.begun(folder / self.below, mark), self.replace) as folder:
+
+        def keep(folder):
+            return engine.begun(folder / self.below, mark) or self._certified(folder, mark) is not None
+
+        with output.building(self.out, keep, self.replace) as folder:
             (folder / self.below).mkdir(exist_ok=True)
-            engine.keep_only(folder, self.files, self.below)
-            digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
-                                 workers=work.workers, progress=work.progress)
+            digests = self._certified(folder, mark)
+            engine.keep_only(folder, self.files, self.below, () if digests is None else (certificate.NAME,))
+            if digests is None:
+                digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
+                                     workers=work.workers, progress=work.progress)
             self._check_source("while it was converted")
             self.complete(folder)
-            certificate.write(folder, certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin,
-                                                       self.target))
-            engine.forget(folder / self.below)
+            made = certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin, self.target)
+            certificate.write(folder, dict(made, fingerprint=mark))
+            engine.forget(folder / self.below)  # from here to the rename the certificate says that all is done
         return dict(self.report(), certificate=str(self.out / certificate.NAME), seconds=round(time.monotonic() - began, 3))
+
+    def _certified(self, folder: Path, mark: str) -> dict | None:
+        """Hashes of all lines, where a run of this very conversion had only its last rename to do."""
+        inner = folder / self.below
+        return certificate.digests(folder, mark, self.lines, [inner / file.path for file in self.files]) \
+            if engine.whole(inner, self.files) else None
 
     def _check_source(self, when: str) -> None:
         if engine.stamp(self.source) != self.stamp:

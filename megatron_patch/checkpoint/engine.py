@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def run(files: list[File], lines: list[Line], source, folder: Path, *, mark: str
     the system refuses.
     """
     todo = units.cut(files, lines)
-    if begun(folder, mark) and all(_has_size(folder / file.path, file.length) for file in files):
+    if begun(folder, mark) and whole(folder, files):
         done = _journal(folder, todo)
     else:
         done = {}
@@ -79,9 +79,9 @@ def run(files: list[File], lines: list[Line], source, folder: Path, *, mark: str
     return {line.key: digest for number, work in enumerate(todo) for line, digest in zip(work.lines, done[number])}
 
 
-def keep_only(folder: Path, files: list[File], below: str) -> None:
-    """Remove from a work folder what is neither one of ``files``, which lie in its folder ``below``, nor the journal."""
-    own = {folder / below / name for name in (*(file.path for file in files), JOURNAL)}
+def keep_only(folder: Path, files: list[File], below: str, others: Iterable[str] = ()) -> None:
+    """Remove from a work folder what is neither one of ``files``, which lie in its folder ``below``, nor the journal, nor ``others``."""
+    own = {folder / below / name for name in (*(file.path for file in files), JOURNAL)} | {folder / name for name in others}
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir() and not path.is_symlink():
             if not any(path in other.parents for other in own):
@@ -92,7 +92,7 @@ def keep_only(folder: Path, files: list[File], below: str) -> None:
 
 def forget(folder: Path) -> None:
     """Remove the journal: the folder is about to be published."""
-    (folder / JOURNAL).unlink()
+    (folder / JOURNAL).unlink(missing_ok=True)
 
 
 class _Count:
@@ -123,8 +123,9 @@ def _prepare(folder, files, mark):
         os.fsync(journal.fileno())
 
 
-def _has_size(path, length):
-    return path.is_file() and path.stat().st_size == length
+def whole(folder: Path, files: list[File]) -> bool:
+    """Whether all ``files`` are there in their size; what is in them, a journal says."""
+    return all((folder / file.path).is_file() and (folder / file.path).stat().st_size == file.length for file in files)
 
 
 def _journal(folder, todo) -> dict[int, list[str]]:
