@@ -85,7 +85,7 @@ class Conversion:
             engine.keep_only(folder, self.files, self.below, () if digests is None else (certificate.NAME,))
             if digests is None:
                 digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
-                                     workers=work.workers, progress=work.progress)
+                                     processes=work.workers, progress=work.progress)
             self._check_source("while it was converted")
             self.complete(folder)
             made = certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin, self.target)

@@ -26,9 +26,10 @@ def made(tmp_path_factory):
     return folder, root / "m"
 
 
-def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path):
+def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path, monkeypatch):
     """Two processes never build one folder together; kill -9 of the first frees it, and what it left is taken over."""
     folder, _ = made
+    monkeypatch.setattr(folder_lock, "WAIT", 0.2)
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "m")], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"ready\n"
@@ -63,9 +64,10 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else(tmp_path):
     assert not output.partial(target).exists() and (tmp_path / "iter_0000001").exists()
 
 
-def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path):
+def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path, monkeypatch):
     """The lock holds between threads too; the thread that gave up a build may start it again; publishing ends it."""
     refused, target = [], tmp_path / "t"
+    monkeypatch.setattr(folder_lock, "WAIT", 0.2)
 
     def attempt():
         try:
