@@ -136,6 +136,35 @@ def test_nothing_is_written_inside_what_is_read(made):
     assert before == (sorted(folder.iterdir()), sorted(ckpt.iterdir()))
 
 
+@pytest.mark.parametrize("letter", ["n", "\u00e9"])
+def test_a_name_as_long_as_the_system_takes(made, tmp_path, letter):
+    """245 bytes leave room for the folders beside it, and an export and its replacement succeed; with more, a part of 256 bytes, or a path
+    of 4,000, the planning ends in one short line. Mutants: the ending '.replaced' forgotten, letters counted instead of bytes."""
+    folder, ckpt = made
+    longest = letter * (244 // len(letter.encode())) + "x" * (1 + 244 % len(letter.encode()))
+    assert len(longest.encode()) == 245
+    for _ in range(2):
+        convert.megatron_to_hf(ckpt, folder, tmp_path / longest, force=True).run()
+    same_checkpoint(folder, tmp_path / longest)
+    assert [path.name for path in tmp_path.iterdir()] == [longest]
+    deep = "/".join(["d" * 200] * 20)
+    for out in (longest + "x", letter * 255, "p" * 256 + "/out", deep):
+        for plan in (lambda out: convert.hf_to_megatron(folder, out), lambda out: convert.megatron_to_hf(ckpt, folder, out)):
+            with pytest.raises(ValueError, match="is too long.* has [0-9]+ bytes, at most [0-9]+ fit") as error:
+                plan(tmp_path / out)
+            assert len(str(error.value)) < 400
+    assert [path.name for path in tmp_path.iterdir()] == [longest]
+
+
+def test_two_renames_have_room_too(made, tmp_path, monkeypatch):
+    """Where two names cannot be exchanged, the longest name works as well."""
+    folder, ckpt = made
+    monkeypatch.setattr(output, "_exchange", lambda *_: False)
+    for _ in range(2):
+        convert.megatron_to_hf(ckpt, folder, tmp_path / ("n" * 245), force=True).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["n" * 245]
+
+
 def test_a_full_disk_is_named(tmp_path):
     """An error of the system that names no file is given the folder that was being built; nothing of it stays."""
     with pytest.raises(OSError, match=r"No space left on device: '.*/made'"), output.building(tmp_path / "made"):
