@@ -158,22 +158,23 @@ def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB",
 
 
 def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, form: Form = Form(),
-                         vocab_size: int | None = None) -> Conversion:
+                         vocab_size: int | None = None, family: str | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` (its root or one iteration) into ``out``/release; ``hf_ref``, of which config.json is
-    enough, says what model it is."""
-    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
+    enough, says what model it is; None: its own arguments, of ``family`` where several fit."""
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size, family=family)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)
     torch_dist_write.check_target(out)
     return _to_megatron("megatron-to-megatron", source, config, origin, out, dtype, form)
 
 
 def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
-                   vocab_size: int | None = None) -> Conversion:
+                   vocab_size: int | None = None, family: str | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` into the HF folder ``out``.
 
-    Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
+    Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError. Without one
+    config.json is made of the checkpoint's arguments, as a model of ``family`` where several fit, and there is no tokenizer.
     """
-    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size, family=family)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
     return _to_hf("megatron-to-hf", source, config, origin, hf_ref, out, dtype, max_shard_size, force)
 
