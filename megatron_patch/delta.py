@@ -78,12 +78,26 @@ def block_spec(config, vp_stage=None):
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # from 0.18 on this builder takes no other
-    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(_plain(config), use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
     kinds = get_linear_attention_pattern(config)
     layers = [_with_delta(layer) if kinds[number] else layer for number, layer in zip(_numbers(config, vp_stage), block.layer_specs)]
     return dataclasses.replace(block, layer_specs=layers)
+
+
+def last_layer(config):
+    """The spec of the model's last decoder layer, whichever stage has it."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+    layer = get_gpt_decoder_layer_specs(_plain(config), use_transformer_engine=False, normalization=config.normalization)[-1]
+    return _with_delta(layer) if get_linear_attention_pattern(config)[-1] else layer
+
+
+def _plain(config):
+    """``config`` with attention in every layer: from 0.18 on upstream's builders take no other."""
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    return plain
 
 
 def _with_delta(layer):

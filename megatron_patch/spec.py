@@ -43,11 +43,16 @@ def block_spec(config, layer_impl: str = "native", vp_stage=None):
 
 
 def mtp_spec(config, spec, layer_impl: str = "native", vp_stage=None):
-    """The multi-token-prediction block spec on top of ``spec``; None when the model or this stage has none."""
+    """The multi-token-prediction block spec on top of ``spec``; None when the model or this stage has none. Each of its layers is as the
+    decoder's last one, wherever that is."""
     if not getattr(config, "mtp_num_layers", None):
         return None
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 
+    if not spec.layer_specs:  # a stage without decoder layers
+        last = delta.last_layer(config) if delta.has_delta(config) else get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=layer_impl == "te", normalization=config.normalization)[-1]
+        spec = dataclasses.replace(spec, layer_specs=[last])
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=layer_impl == "te", vp_stage=vp_stage)
     return found if found is None else beside_te(found, config) if layer_impl == "te" else localize(found, config)
 

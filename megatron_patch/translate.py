@@ -218,7 +218,7 @@ def to_hf(config: ModelConfig, dtype: torch.dtype | None = None) -> dict:
         out.update(own_keys(config.rope) if own_keys else config.rope.v4_keys() if "rope_theta" in out else
                    {"rope_parameters": config.rope.parameters()})
     if name != str(before.dtype).removeprefix("torch."):
-        out["dtype" if "dtype" in out or "torch_dtype" not in out else "torch_dtype"] = name
+        out.update(dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in out] or ["dtype"], name))
     return out
 
 

@@ -1,8 +1,8 @@
 """Convert between Hugging Face folders and Megatron checkpoints. No GPU, no process group, no model is built.
 
     python -m toolkits.convert hf-to-megatron --hf HF_DIR --out CKPT
-    python -m toolkits.convert megatron-to-hf --ckpt CKPT --hf-ref HF_DIR --out DIR
-    python -m toolkits.convert megatron-to-megatron --ckpt CKPT --hf-ref HF_DIR --out CKPT
+    python -m toolkits.convert megatron-to-hf --ckpt CKPT [--hf-ref HF_DIR] --out DIR
+    python -m toolkits.convert megatron-to-megatron --ckpt CKPT [--hf-ref HF_DIR] --out CKPT
     python -m toolkits.convert hf-to-hf --hf HF_DIR --out DIR
 
 Each writes conversion.json, the certificate that `python -m toolkits.verify --certificate` checks. The same command again goes on
@@ -12,6 +12,7 @@ after an interruption.
 import argparse
 import gc
 import os
+import sys
 from pathlib import Path
 
 from toolkits import console
@@ -42,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--force", action="store_true", help="replace --out if it holds a Hugging Face checkpoint")
     for command in (back, again):
         command.add_argument("--ckpt", required=True, metavar="CKPT", help="checkpoint root (its tracker file says which) or one iteration")
-        command.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model (required)")
+        command.add_argument("--hf-ref", metavar="DIR", help="Hugging Face folder with config.json and tokenizer of this model "
+                             "(default: the checkpoint's own arguments say what model it is, where they suffice)")
+        command.add_argument("--family", metavar="NAME", help="without --hf-ref: which family it is, where its arguments fit several")
     for command in (there, again):
         _megatron_options(command)
     for command in (there, back, again, hf):
@@ -85,11 +88,11 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
-    if hasattr(flags, "ckpt") and flags.hf_ref is None:
-        raise ValueError(f"{flags.command} needs --hf-ref: the Hugging Face folder whose config.json and tokenizer belong to this model; "
-                         "a Megatron checkpoint holds neither.")
     console.check_json(flags.json)
     planned = _plan(flags)
+    if getattr(flags, "ckpt", None) and flags.hf_ref is None:
+        print(f"note: no --hf-ref: the checkpoint's arguments say that it is a model of family {planned.config.family.name}"
+              + (", and an export has no tokenizer." if flags.command == "megatron-to-hf" else "."), file=sys.stderr)
     if flags.dry_run:
         report = planned.describe()
         print(_told(report))
@@ -107,6 +110,8 @@ def _plan(flags):
 
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[flags.dtype]
     source, options = [flags.hf] if hasattr(flags, "hf") else [flags.ckpt, flags.hf_ref], dict(vocab_size=flags.vocab_size)
+    if hasattr(flags, "ckpt"):
+        options.update(family=flags.family)
     if hasattr(flags, "keys"):
         layout = {name: value for name in LAYOUT.values() if (value := getattr(flags, name)) is not None}
         options.update(form=convert.Form(flags.format, KEYS[flags.keys], layout, flags.dialect, FLAGS))

@@ -5,7 +5,6 @@ refused. Zip archives and files from before torch's zip format are read alike. S
 """
 
 import math
-import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -14,11 +13,10 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_patch.checkpoint import zip_records
 from megatron_patch.checkpoint.inert import InertUnpickler
-from megatron_patch.checkpoint.safetensors_file import read_exactly
+from megatron_patch.checkpoint.strided import Stored
 
 MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file from before the zip format
 # What checkpoints are made of: package -> names, None for any.
@@ -31,62 +29,6 @@ KNOWN = {
     "torch": None, "numpy": None, "megatron": None, "megatron_patch": None, "transformer_engine": None, "apex": None}
 PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names that pickles of torch.save's protocol keep
 STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()} | {"UntypedStorage": torch.uint8}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor inside a file: ``offset`` of its first element in bytes, ``strides`` in elements."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether its elements lie one after the other."""
-        usual = [math.prod(self.shape[axis + 1:]) for axis in range(len(self.shape))]
-        return all(size == 1 or have == want for size, have, want in zip(self.shape, self.strides, usual))
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def spans(self, first: int, last: int) -> list[tuple[Path, int, int]] | None:
-        """[(file, offset, bytes)] of rows [first, last), None where they are not in one piece."""
-        if not self.contiguous:
-            return None
-        return [(self.file, self.offset + first * self.row_bytes, (last - first) * self.row_bytes)]
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Rows [first, last); only their bytes are read."""
-        if not self.contiguous:
-            return self._mapped()[first:last].clone(memory_format=torch.contiguous_format)
-        out = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
-        _fill(self.file, [(out, self.offset + first * self.row_bytes)])
-        return out
-
-    def _mapped(self) -> Tensor:
-        """The tensor over pages of the file; none is read until it is asked for."""
-        with self.file.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
-        return torch.frombuffer(pages, dtype=self.dtype, count=count, offset=self.offset).as_strided(self.shape, self.strides)
-
-
-def _fill(path: Path, parts) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for out, offset in parts:
-            if out.numel():
-                read_exactly(fd, memoryview(out.view(torch.uint8).numpy()).cast("B"), offset, path)
-    finally:
-        os.close(fd)
 
 
 def tensors(value, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Stored]]:
@@ -151,10 +93,12 @@ class _Unpickler(InertUnpickler):
             raise ValueError(f"it holds a storage of an unknown kind, {str(found)[:80]}")
         return _Storage(str(key), dtype, length)
 
-    def _tensor(self, storage, first, shape, strides, *_) -> Stored:
-        return self._untyped(storage, first, shape, strides, None, None, storage.dtype)
+    def _tensor(self, storage, first, shape, strides, _=None, __=None, marks=None) -> Stored:
+        return self._untyped(storage, first, shape, strides, None, None, storage.dtype, marks)
 
-    def _untyped(self, storage, first, shape, strides, _, __, dtype, *___) -> Stored:
+    def _untyped(self, storage, first, shape, strides, _, __, dtype, marks=None) -> Stored:
+        if marks:
+            raise ValueError(f"a tensor is marked {', '.join(map(str, marks))}: its values are others than its bytes")
         end = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides)) if math.prod(shape) else first
         nbytes = storage.length * storage.dtype.itemsize
         if first < 0 or min((0, *shape, *strides)) < 0 or end * dtype.itemsize > nbytes:
@@ -186,7 +130,10 @@ def _read_zip(path: Path, file):
         entry = entries.get(f"{prefix}data/{key}")
         if entry is None or entry.compressed or entry.size != nbytes:
             raise ValueError(f"its record data/{key} is missing, compressed, or not of {nbytes} bytes")
-        return zip_records.data_offset(fd, 0, entry)
+        at = zip_records.data_offset(fd, 0, entry)
+        if at + nbytes > length:
+            raise ValueError(f"its record data/{key} would end at byte {at + nbytes} of {length}")
+        return at
 
     return _Unpickler(BytesIO(_record(fd, entries[pickled])), path, place).load()
 

@@ -24,9 +24,9 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
     """
     made = certificate.read(path)
     source, target = source or made["source"]["path"], target or Path(path).resolve().parent
-    hf_ref = hf_ref or made["source"].get("hf_ref") or source
-    one, config = _open(made["source"]["format"], source, hf_ref, made["vocab_size"])
-    other, _ = _open(made["target"]["format"], target, hf_ref, made["vocab_size"])
+    hf_ref = hf_ref or made["source"].get("hf_ref")
+    one, config = _open(made["source"]["format"], source, hf_ref, made)
+    other, _ = _open(made["target"]["format"], target, hf_ref, made, config)
     checks, done = _Checks(made), 0
     nbytes = {name: math.prod(line["shape"]) * certificate.dtype_of(line["dtype"]).itemsize for name, line in made[MEGATRON].items()}
     total, hf = sum(nbytes.values()), made["target"]["format"] == opening.HF
@@ -61,10 +61,12 @@ def audit(path, *, source=None, target=None, hf_ref=None, progress: Callable[[in
                 tensors={side: len(names) for side, names in checks.seen.items()}, source=str(source), target=str(target))
 
 
-def _open(kind, path, hf_ref, vocab_size):
+def _open(kind, path, hf_ref, made, config=None):
+    """(source, config) of one side; a Megatron checkpoint is what ``hf_ref`` or ``config`` says, else what its own arguments do."""
     if kind == opening.HF:
-        return opening.open_hf(path, vocab_size=vocab_size)[:2]
-    return opening.open_megatron(path, hf_ref, vocab_size=vocab_size)[:2]
+        return opening.open_hf(path, vocab_size=made["vocab_size"])[:2]
+    family = made.get("family") if hf_ref is None and config is None else None
+    return opening.open_megatron(path, hf_ref, config, made["vocab_size"], family)[:2]
 
 
 class _Parts:

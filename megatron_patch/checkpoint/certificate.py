@@ -2,6 +2,7 @@
 
 hash: of dtype, shape and row-major little-endian bytes (hashing.py). A Megatron tensor is one layer's (and one expert's) parameter
 as the native spec names it, whole and unpadded, so that certificates of different layouts and formats can be compared line by line.
+fingerprint: of the plan and the source's files (engine.py), by which a run that was killed at its very end is known again.
 """
 
 import json
@@ -65,6 +66,19 @@ def read(path) -> dict:
         if not isinstance(found.get(side), dict) or not all(_is_line(line) for line in found[side].values()):
             raise ValueError(f"{path}: '{side}' is no table of tensors with dtype, shape and hash; the certificate is damaged.")
     return found
+
+
+def digests(folder: Path, mark: str, lines: list[Line], files: list[Path]) -> dict | None:
+    """{key of a line: hash}, as a run with the fingerprint ``mark`` has certified in ``folder``; None when none has, or when one of its
+    ``files`` was written to later."""
+    try:
+        found = read(folder / NAME)
+        late = any(path.stat().st_mtime_ns > (folder / NAME).stat().st_mtime_ns for path in files)
+    except (ValueError, OSError):
+        return None
+    if late or found.get("fingerprint") != mark or any(line.name not in found[line.side] for line in lines):
+        return None
+    return {line.key: found[line.side][line.name]["hash"] for line in lines}
 
 
 def _is_side(side) -> bool:

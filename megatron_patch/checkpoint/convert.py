@@ -75,17 +75,29 @@ class Conversion:
         began = time.monotonic()
         self._check_source("after it was read")
         mark = engine.fingerprint(self.files, self.lines, self.stamp, work.algorithm)
-        with output.building(self.out, lambda folder: engine.begun(folder / self.below, mark), self.replace) as folder:
+
+        def keep(folder):
+            return engine.begun(folder / self.below, mark) or self._certified(folder, mark) is not None
+
+        with output.building(self.out, keep, self.replace) as folder:
             (folder / self.below).mkdir(exist_ok=True)
-            engine.keep_only(folder, self.files, self.below)
-            digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
-                                 workers=work.workers, progress=work.progress)
+            digests = self._certified(folder, mark)
+            engine.keep_only(folder, self.files, self.below, () if digests is None else (certificate.NAME,))
+            if digests is None:
+                digests = engine.run(self.files, self.lines, self.source, folder / self.below, mark=mark, algorithm=work.algorithm,
+                                     processes=work.workers, progress=work.progress)
             self._check_source("while it was converted")
             self.complete(folder)
-            certificate.write(folder, certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin,
-                                                       self.target))
-            engine.forget(folder / self.below)
+            made = certificate.make(self.source, self.config, self.lines, digests, work.algorithm, self.origin, self.target)
+            certificate.write(folder, dict(made, fingerprint=mark))
+            engine.forget(folder / self.below)  # from here to the rename the certificate says that all is done
         return dict(self.report(), certificate=str(self.out / certificate.NAME), seconds=round(time.monotonic() - began, 3))
+
+    def _certified(self, folder: Path, mark: str) -> dict | None:
+        """Hashes of all lines, where a run of this very conversion had only its last rename to do."""
+        inner = folder / self.below
+        return certificate.digests(folder, mark, self.lines, [inner / file.path for file in self.files]) \
+            if engine.whole(inner, self.files) else None
 
     def _check_source(self, when: str) -> None:
         if engine.stamp(self.source) != self.stamp:
@@ -146,22 +158,23 @@ def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB",
 
 
 def megatron_to_megatron(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, form: Form = Form(),
-                         vocab_size: int | None = None) -> Conversion:
+                         vocab_size: int | None = None, family: str | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` (its root or one iteration) into ``out``/release; ``hf_ref``, of which config.json is
-    enough, says what model it is."""
-    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
+    enough, says what model it is; None: its own arguments, of ``family`` where several fit."""
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size, family=family)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)
     torch_dist_write.check_target(out)
     return _to_megatron("megatron-to-megatron", source, config, origin, out, dtype, form)
 
 
 def megatron_to_hf(ckpt, hf_ref, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
-                   vocab_size: int | None = None) -> Conversion:
+                   vocab_size: int | None = None, family: str | None = None) -> Conversion:
     """Of the Megatron checkpoint ``ckpt`` into the HF folder ``out``.
 
-    Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError.
+    Names, config.json and tokenizer come from ``hf_ref``; its sizes must be those of the checkpoint, else ValueError. Without one
+    config.json is made of the checkpoint's arguments, as a model of ``family`` where several fit, and there is no tokenizer.
     """
-    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size)
+    source, config, origin = opening.open_megatron(ckpt, hf_ref, vocab_size=vocab_size, family=family)
     out = output.place(out, ckpt=origin["path"], hf_ref=hf_ref)  # beside its iterations a checkpoint's root may hold exports
     return _to_hf("megatron-to-hf", source, config, origin, hf_ref, out, dtype, max_shard_size, force)
 

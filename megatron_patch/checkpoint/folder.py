@@ -5,9 +5,7 @@ origin(name), which says in messages what holds a tensor, and span(name): where 
 not lie in one piece. ``index`` selects a slab of a 3-D tensor first.
 """
 
-import json
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_patch.checkpoint.inert import reason
+from megatron_patch.checkpoint.bin_file import BinFile
 from megatron_patch.checkpoint.safetensors_file import SafetensorsFile
 from megatron_patch.checkpoint.source import BLOCK_ROWS, Source
 
@@ -106,7 +104,7 @@ class HfFolder:
         return str(self.folder / self._at[name])
 
     def span(self, name: str) -> tuple[Path, int] | None:
-        """(file, offset of the tensor's first byte), None for a .bin file."""
+        """(file, offset of the tensor's first byte), None where a .bin file holds it in another order."""
         return self._file(name).span(name)
 
     def files(self) -> list[Path]:
@@ -191,27 +189,4 @@ def _check_there(path: Path) -> None:
 
 def _open(path: Path):
     _check_there(path)
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else HfState(_load_bin(path), str(path))
-
-
-def _load_bin(path: Path) -> dict:
-    """A .bin state dict, mapped, never executed. Raises ValueError for anything but a dict of tensors."""
-    try:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # written before torch's zip format
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a torch file of plain tensors ({reason(error)}); convert it to safetensors "
-                         f"where it came from.") from None
-    if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not a dict of tensors; expected what save_pretrained writes.")
-    for name, tensor in found.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path} holds a tensor under {name!r}, a {type(name).__name__}; tensor names are strings.")
-        if tensor.is_meta or tensor.layout != torch.strided:
-            kind = "on the meta device, without values" if tensor.is_meta else f"sparse ({tensor.layout})"
-            raise ValueError(f"{path}: '{name}' is {kind}; expected plain tensors, as save_pretrained writes.")
-    return dict(found)
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else BinFile(path)

@@ -7,11 +7,13 @@ counts as free.
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY  # how one is opened
 
 TRIES = 1000  # to take a folder that others publish or remove at the same moment
+WAIT = 5.0  # seconds for a killed process and its workers to be gone
 
 _HELD: dict[str, tuple[int, int, int]] = {}  # folder -> (its locked descriptor, process, thread)
 
@@ -19,7 +21,7 @@ _HELD: dict[str, tuple[int, int, int]] = {}  # folder -> (its locked descriptor,
 def hold(folder: Path) -> None:
     """Lock ``folder``, made if it is not there, for this thread; one that it holds already is taken anew.
 
-    Raises ValueError when another thread or process holds it.
+    Raises ValueError when another thread or process holds it and goes on to.
     """
     key = str(folder.absolute())
     if _HELD.get(key, ())[1:] == _me():
@@ -87,12 +89,22 @@ def _lock(folder: Path) -> int:
             if not left or os.path.lexists(folder) and not folder.is_dir():
                 raise
             continue  # it was published between these lines
-        if not try_lock(fd):
+        if not _locked(fd):
             os.close(fd)
             raise ValueError(f"another process is writing there: {folder} is in use; wait for it, or choose another output folder.")
         if _is(fd, folder):
             return fd
         unlock(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Lock the descriptor within WAIT seconds."""
+    until = time.monotonic() + WAIT
+    while not try_lock(fd):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _is(fd: int, folder: Path) -> bool:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_patch import layout, parallel
-from megatron_patch.checkpoint import stored
+from megatron_patch.checkpoint import mtp
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.plan import Placement, plan
 
@@ -34,15 +34,20 @@ def owned(config, chunk, stage: int, at) -> list[tuple[str, Placement]]:
         count = config.num_moe_experts // config.expert_model_parallel_size
         first = at.ep * count
         experts = range(first, first + count)
-    params = set(tensors(chunk))
-    out = []
+    params, out = set(tensors(chunk)), []
+
+    def name_of(p, layers_before):
+        local = p.layer - layers_before if p.layer is not None else None
+        return p.slot.name(chunk.layer_impl).format(layer=local, expert=p.expert - first if p.expert is not None else None)
+
     for p in plan(config.family, config, layers=layers, experts=experts):
-        local = p.layer - layers[0] if p.layer is not None else None
-        name = p.slot.name(chunk.layer_impl).format(layer=local, expert=p.expert - first if p.expert is not None else None)
+        name = name_of(p, layers[0] if layers else 0)
         if p.layer is not None or name in params:
             out.append((name, p))
         if p.key == "embed" and config.tied and "output_layer.weight" in params:
             out.append(("output_layer.weight", p))
+    if (at.pp, stage) == mtp.stage(config):
+        out += [(name_of(p, config.num_layers), p) for p in mtp.predictions(config, experts)]
     return out
 
 
@@ -71,6 +76,7 @@ def load_hf(model, hf_dir, *, source=None) -> int:
     config = chunks[0].model_config
     source = source or Source(HfFolder(hf_dir), config.family, config)
     source.check()
+    _check_predictions(source, config)
     at = parallel.place()
     for stage, chunk in enumerate(chunks):
         params = tensors(chunk)
@@ -80,6 +86,13 @@ def load_hf(model, hf_dir, *, source=None) -> int:
         if params:
             raise ValueError(f"{config.family.name}: no Hugging Face tensor fills {sorted(params)}; the family in model_zoo/ lacks a slot.")
     return source.bytes_read
+
+
+def _check_predictions(source, config) -> None:
+    have, want = mtp.count(getattr(source, "config", config)), mtp.count(config)
+    if have < want:
+        raise ValueError(f"{config.family.name}: the model has {want} multi-token-prediction layers, the checkpoint {have}; set "
+                         f"mtp_num_layers to {have or 'None'}.")
 
 
 def _fill(param, shard, name, placement, config) -> None:
@@ -110,15 +123,16 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     for stage, chunk in enumerate(chunks):
         own = tensors(chunk)
         params.update({p.names: own[name] for name, p in owned(config, chunk, chunk.vp_stage or stage, at)})
-    kind = dtype or found.dtype
+    kind, order = dtype or found.dtype, _order(config)
     writer, failed = None, None
     try:
-        full = {name: torch.float32 for p in plan(config.family, config) if p.slot.buffer for name in p.names}
-        writer = HfWriter(out, hf_ref, config, kind, max_shard_size, dtypes=full, force=force) if rank == 0 else None
+        full = {name: torch.float32 for p in order if p.slot.buffer for name in p.names}
+        writer = HfWriter(out, hf_ref, config, kind, max_shard_size, dtypes=full, force=force,
+                          tensors=mtp.stored_tensors(config)) if rank == 0 else None
     except Exception as error:
         failed = error
     parallel.share_failure(failed)  # nobody may wait for a rank that gave up
-    arriving = ((p, _collect(p, config, places, rank, params, found)) for p in plan(config.family, config))
+    arriving = ((p, _collect(p, config, places, rank, params, found)) for p in order)
     try:
         if rank == 0 and failed is None:
             _write(writer, arriving, config, kind)
@@ -132,9 +146,21 @@ def save_hf(model, out, hf_ref=None, *, dtype: torch.dtype | None = None, max_sh
     parallel.share_failure(failed)
 
 
+def _order(config) -> list[Placement]:
+    """The parameters in the order of the tensors to be written; what prediction layers repeat of the model comes once more for each."""
+    places = list(mtp.everything(config))
+    by_name = {name: place for place in places for name in place.names}
+    return places + [by_name[name] for name in mtp.repeated(config).values()]
+
+
 def _holders(placement, config, places) -> list[int]:
     """Global ranks that hold the shards of ``placement``, in tensor-parallel order."""
-    if placement.layer is not None:
+    predicts = mtp.stage(config)
+    if mtp.is_prediction(placement):
+        pp = predicts[0]
+    elif placement.layer is None and placement.key.startswith("final_norm") and predicts:  # after the last decoder layer, with these
+        pp = next(r for r, row in enumerate(layout.stages(config)) if any(config.num_layers - 1 in s for s in row))
+    elif placement.layer is not None:
         pp = next(r for r, row in enumerate(layout.stages(config)) if any(placement.layer in s for s in row))
     else:
         pp = 0 if placement.slot.first else config.pipeline_model_parallel_size - 1
@@ -174,7 +200,7 @@ def _write(writer, arriving, config, dtype) -> None:
             parts.update((n, part.to("cpu", kind)) for n, part in zip(placement.names, _parts(placement, shards, config)))
         yield parts[name]
 
-    for tensor in stored.tensors(config):
+    for tensor in mtp.stored_tensors(config):
         writer.add(tensor.name, tensor.blocks(read))
 
 

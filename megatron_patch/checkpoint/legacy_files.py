@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.checkpoint import archive_read, legacy_layout, legacy_names, tracker
-from megatron_patch.checkpoint.archive_read import Stored
 from megatron_patch.checkpoint.legacy_layout import Rank
 from megatron_patch.checkpoint.saved_args import CHECKED
+from megatron_patch.checkpoint.strided import Stored
 
 FILES = (legacy_layout.FILE, "model_rng.pt")  # the second where the optimizer had a file of its own
 FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")

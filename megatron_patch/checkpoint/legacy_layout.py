@@ -69,7 +69,7 @@ def chunk_key(number: int, chunks: int) -> str:
 
 def chunks(config, rank: Rank, inner: str | None = None) -> dict[str, list[Held]]:
     """What the file of ``rank`` holds, by chunk. ``inner``: see mtp.predictions."""
-    split, here = layout.stages(config), _prediction_stage(config)
+    split, here = layout.stages(config), mtp.stage(config)
     own = split[rank.pp]
     experts = _experts(config, rank.ep)
     last = (config.pipeline_model_parallel_size - 1, len(own) - 1)
@@ -80,23 +80,6 @@ def chunks(config, rank: Rank, inner: str | None = None) -> dict[str, list[Held]
 def _experts(config, ep: int) -> range:
     count = (config.get("num_moe_experts") or 0) // config.expert_model_parallel_size
     return range(ep * count, (ep + 1) * count)
-
-
-def _prediction_stage(config) -> tuple[int, int] | None:
-    """(pipeline rank, chunk) of the multi-token-prediction layers."""
-    pp, split = config.pipeline_model_parallel_size, layout.stages(config)
-    if not mtp.count(config):
-        return None
-    text = config.pipeline_model_parallel_layout
-    if not text:
-        return pp - 1, len(split[0]) - 1
-    if not isinstance(text, str):
-        raise ValueError("pipeline_model_parallel_layout must be given as text, such as 'Et|tmL', for a model with prediction layers.")
-    rows = ["m" in row for row in layout.parse_layout(text)]
-    if rows.count(True) != 1:
-        raise ValueError(f"pipeline_model_parallel_layout '{text}' has prediction layers (m) in {rows.count(True)} stages; expected all "
-                         f"{mtp.count(config)} in one.")
-    return rows.index(True) % pp, rows.index(True) // pp
 
 
 def _chunk(config, layers, at, last, prediction, experts, inner) -> Iterator[Held]:

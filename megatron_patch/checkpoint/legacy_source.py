@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 
 from megatron_patch.checkpoint import legacy_files, legacy_layout, legacy_rows
-from megatron_patch.checkpoint.archive_read import Stored
 from megatron_patch.checkpoint.megatron_source import MegatronSource
 from megatron_patch.checkpoint.plan import Placement
 from megatron_patch.checkpoint.recipe import BLOCK
 from megatron_patch.checkpoint.saved_args import differences
 from megatron_patch.checkpoint.source import WEIGHT_DTYPES
+from megatron_patch.checkpoint.strided import Stored
 from megatron_patch.packing import Run
 from megatron_patch.spec import IMPLEMENTATIONS
 

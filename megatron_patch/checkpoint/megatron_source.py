@@ -39,7 +39,9 @@ class Stretch(NamedTuple):
 
 class MegatronSource(ABC):
     """By canonical names, as recipe.py asks. A format says what it holds of a placement and which runs of rows that is.
-    ``bytes_read`` counts the rows that were asked for."""
+    ``bytes_read`` counts the rows that were asked for; ``told_by``: where the config comes from, for messages."""
+
+    told_by = "the config.json of --hf-ref"
 
     def __init__(self, config):
         self.config, self.bytes_read = config, 0
@@ -68,7 +70,7 @@ class MegatronSource(ABC):
     def refuse(self, where, problems: list[str]) -> None:
         """Raise ValueError when there are ``problems`` with the checkpoint ``where``."""
         if problems:
-            raise ValueError(f"{self.config.family.name}: {where} does not fit the config.json of --hf-ref: "
+            raise ValueError(f"{self.config.family.name}: {where} does not fit {self.told_by}: "
                              + "; ".join(shorten(problems, "problems")) + ". Pass the --hf-ref that this checkpoint was made from.")
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ multi_token_prediction.py, MultiTokenPredictionLayer; the checkpoints of DeepSee
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_patch import upstream
+from megatron_patch import layout, upstream
 from megatron_patch.checkpoint import stored
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.slots import LAYER, Slot
@@ -29,6 +29,23 @@ def count(config) -> int:
         raise ValueError(f"{config.family.name}: mtp_num_layers is {number}, but this family has no names for multi-token-prediction "
                          f"layers; set it to 0.")
     return number
+
+
+def stage(config) -> tuple[int, int] | None:
+    """(pipeline rank, chunk) that has them, None of a model without. Raises ValueError for a layout that spreads them."""
+    pp, split = config.pipeline_model_parallel_size, layout.stages(config)
+    if not count(config):
+        return None
+    text = config.pipeline_model_parallel_layout
+    if not text:
+        return pp - 1, len(split[0]) - 1
+    if not isinstance(text, str):
+        raise ValueError("pipeline_model_parallel_layout must be given as text, such as 'Et|tmL', for a model with prediction layers.")
+    rows = ["m" in row for row in layout.parse_layout(text)]
+    if rows.count(True) != 1:
+        raise ValueError(f"pipeline_model_parallel_layout '{text}' has prediction layers (m) in {rows.count(True)} stages; expected all "
+                         f"{count(config)} in one.")
+    return rows.index(True) % pp, rows.index(True) // pp
 
 
 def everything(config) -> Iterator[Placement]:

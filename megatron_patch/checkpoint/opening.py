@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_patch.checkpoint import legacy_files, mtp, tracker
+from megatron_patch.checkpoint import from_args, legacy_files, mtp, tracker
 from megatron_patch.checkpoint.folder import HfFolder, Source
 from megatron_patch.checkpoint.grown import GrownVocab
 from megatron_patch.checkpoint.legacy_source import LegacySource
@@ -24,23 +24,33 @@ def open_hf(folder, config=None, vocab_size: int | None = None):
     return *_grown(source, config, vocab_size), dict(format=HF, path=str(Path(folder).resolve()))
 
 
-def open_megatron(ckpt, hf_ref, config=None, vocab_size: int | None = None):
+def open_megatron(ckpt, hf_ref=None, config=None, vocab_size: int | None = None, family: str | None = None):
     """(source, config, origin) of a Megatron checkpoint, its root or one iteration. ``hf_ref``: the Hugging Face folder whose
-    config.json says what model it is; ``vocab_size``: instead of its own. Raises ValueError where the two do not fit."""
-    config, legacy = config or load_config(hf_ref), legacy_files.find(ckpt)
+    config.json says what model it is; without one the checkpoint's own arguments do, of ``family`` where several fit. ``vocab_size``:
+    instead of its own. Raises ValueError where checkpoint and config do not fit, or the arguments do not say enough."""
+    legacy = legacy_files.find(ckpt)
     disk = None if legacy else TorchDist(tracker.find(ckpt))
-    if vocab_size:
+    alone = hf_ref is None and config is None
+    if alone or vocab_size:
         args = legacy_files.first_args(legacy) if legacy else disk.common().get("args")
-        if getattr(args, "vocab_size", None) == vocab_size:
-            config = config.replace(vocab_size=vocab_size)  # it has been grown before
+    if alone:
+        config = from_args.config_of(args, legacy or disk.folder, vocab_size=vocab_size, family=family)
+    elif family is not None:
+        raise ValueError(f"--family {family} goes without --hf-ref, whose config.json names the family.")
+    config = config or load_config(hf_ref)
+    if vocab_size and getattr(args, "vocab_size", None) == vocab_size:
+        config = config.replace(vocab_size=vocab_size)  # it has been grown before
     if legacy:
         source = LegacySource(ckpt, config)
         config = config.replace(mtp_num_layers=source.config.mtp_num_layers)
     else:
         config = config.replace(mtp_num_layers=mtp.on_disk(disk.tensors, "mtp.layers."))
         source = TorchDistSource(disk, config)
+    if alone:
+        source.told_by = "its own arguments"
     source.check()
-    origin = dict(format=LEGACY if legacy else TORCH_DIST, path=str(source.folder.resolve()), hf_ref=str(Path(hf_ref).resolve()))
+    origin = dict(format=LEGACY if legacy else TORCH_DIST, path=str(source.folder.resolve()),
+                  **({} if hf_ref is None else dict(hf_ref=str(Path(hf_ref).resolve()))))
     return *_grown(source, config, vocab_size), origin
 
 

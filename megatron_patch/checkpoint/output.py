@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_patch.checkpoint import folder_lock
 
 LOCK_TRIES = 100
+INSIDE = 128  # bytes of the longest path in an output folder
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 
@@ -30,11 +31,13 @@ def partial(target: Path) -> Path:
 
 def place(out, **inputs) -> Path:
     """``out`` with links followed, so that what stands behind a link is written and the link stays. ``inputs``: what is read, by the
-    name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder, which a rename would delete."""
+    name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder, which a rename would delete, or
+    with a name that leaves no room for what is built beside it."""
     try:
         target = Path(out).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name
         raise ValueError(f"{out} cannot be used as an output folder ({error}).") from None
+    _check_length(target)
     if target.is_dir() and target.samefile("."):
         raise ValueError(f"{target} is the current folder, which cannot be replaced while this runs in it; name a folder inside it, "
                          f"or start from another one.")
@@ -44,6 +47,20 @@ def place(out, **inputs) -> Path:
         if folder is not None and Path(folder).resolve() in target.parents:
             raise ValueError(f"{target} lies inside {folder}, which is only read (--{option.replace('_', '-')}); choose another --out.")
     return target
+
+
+def _check_length(target: Path) -> None:
+    here = next(folder for folder in target.parents if os.path.isdir(folder))
+    beside = max(len(os.fsencode(path.name)) for path in (partial(target), replaced(target))) - len(os.fsencode(target.name))
+    try:
+        name, whole = os.pathconf(here, "PC_NAME_MAX"), os.pathconf(here, "PC_PATH_MAX") - INSIDE
+    except (OSError, ValueError):
+        return  # a file system that does not say
+    for part, most in (*((part, name) for part in target.parent.parts), (target.name, name - beside), (str(target), whole)):
+        size = len(os.fsencode(part))
+        if size > most:
+            raise ValueError(f"--out {str(target)[:40]}... is too long: '{part[:40]}...' has {size} bytes, at most {most} fit, with room "
+                             f"for what is built beside it and in it; choose a shorter name.")
 
 
 def start(target: Path, keep: Callable[[Path], bool] = lambda work: False) -> Path:

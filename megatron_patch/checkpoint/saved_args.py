@@ -47,6 +47,8 @@ def saved_args(config, dtype=None) -> Namespace:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1, expert_model_parallel_size=1, params_dtype=dtype or config.dtype,
         bf16=str(dtype or config.dtype) == "torch.bfloat16", fp16=str(dtype or config.dtype) == "torch.float16", **_positions(config))
+    if config.family is not None:
+        args.family = config.family.name
     beyond = beyond_arguments(config)
     if config.hf and beyond:  # a model made by flags is what its flags say
         args.needs_hf_model = beyond
@@ -61,6 +63,8 @@ def beyond_arguments(config) -> list[str]:
     plain = rope.type == "default" or rope.is_stock_llama3()
     if config.position_embedding_type == "rope" and not (plain or config.get("multi_latent_attention")):
         out.append(f"rope of type {rope.type}")
+    if config.position_embedding_type == "rope" and not float(rope.theta).is_integer():
+        out.append(f"rope_theta {rope.theta}")  # --rotary-base is a whole number
     return out + ["rope of sliding windows"] * (rope.sliding is not None)
 
 

@@ -186,6 +186,8 @@ class Source:
         return shorten(list(lines), "missing")
 
     def _why(self, place) -> str:
+        if mtp.is_prediction(place):
+            return f": layer {place.layer} is for multi-token prediction, which mtp_num_layers={mtp.count(self.config)} asks for"
         if place.key == "head":
             return ": config.json says tie_word_embeddings=false, so the output layer must be there"
         if isinstance(self.config.get("moe_layer_freq"), (list, tuple)) and "mlp" in place.slot.local:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -77,6 +78,69 @@ def test_a_killed_run_goes_on(folder, tmp_path, counted, share):
     assert not (tmp_path / "m").exists() and (tmp_path / ".m.partial").exists()
     convert.hf_to_megatron(folder, tmp_path / "m").run()
     assert counted.done < total - 4
+    assert contents(tmp_path / "m") == contents(tmp_path / "whole")
+
+
+def test_a_run_killed_at_its_end_does_no_unit_again(folder, tmp_path, counted):
+    """Between the last unit and the rename that publishes, the journal's removal among them: only what stands beside the tensors is
+    written anew. Mutant: the certificate is not asked."""
+    convert.hf_to_hf(folder, tmp_path / "whole", max_shard_size=9000).run()
+    steps, again, gone = steps_of(lambda name: convert.hf_to_hf(folder, tmp_path / name, max_shard_size=9000).run()), [], 0
+    for moment in range(steps - 16, steps):
+        out, work = tmp_path / f"m{moment}", tmp_path / f".m{moment}.partial"
+        planned = convert.hf_to_hf(folder, out, max_shard_size=9000)
+        assert killed_at(moment, planned.run)
+        if not out.exists():
+            gone += not (work / engine.JOURNAL).exists()
+            counted.done = 0
+            planned.run()
+            again.append(counted.done)
+        assert contents(out) == contents(tmp_path / "whole")
+    assert gone and again[-gone - 2:] == [0] * (gone + 2)
+
+
+def test_a_run_killed_at_its_end_twice(folder, tmp_path):
+    """The run that only has to publish is killed itself, at each of its steps. Mutant: its certificate removed first."""
+    planned, out = convert.hf_to_hf(folder, tmp_path / "m"), tmp_path / "m"
+    moment = steps_of(lambda name: convert.hf_to_hf(folder, tmp_path / name).run())
+    while not (tmp_path / ".m.partial" / "conversion.json").exists() or (tmp_path / ".m.partial" / engine.JOURNAL).exists():
+        moment -= 1
+        shutil.rmtree(tmp_path / ".m.partial", ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
+        assert killed_at(moment, planned.run)
+    second = 0
+    while killed_at(second, planned.run) and not out.exists():
+        assert (tmp_path / ".m.partial" / "conversion.json").exists()
+        second += 1
+    assert second > 4 and out.exists()
+    convert.hf_to_hf(folder, tmp_path / "whole").run()
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["source", "file"])
+def test_what_was_certified_and_changed_starts_anew(folder, tmp_path, counted, monkeypatch, change):
+    """A finished work folder is not published when the source, or one of its own files, is another by now. Mutants: the fingerprint,
+    or the time of the last write, not compared."""
+    planned = convert.hf_to_hf(folder, tmp_path / "m")
+    total = units_of(planned)
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "publish", lambda *_: os._exit(0))
+        if not (child := os.fork()):
+            planned.run()
+        os.waitpid(child, 0)
+    work = tmp_path / ".m.partial"
+    assert (work / "conversion.json").exists() and not (work / engine.JOURNAL).exists()
+    if change == "source":
+        small.write(folder, small.MIXTRAL, small.tensors(small.MIXTRAL, torch.bfloat16, seed=1))
+    else:
+        with (work / "model.safetensors").open("r+b") as file:
+            file.seek(-9, os.SEEK_END)
+            file.write(b"otherwise")
+        os.utime(work / "model.safetensors", ns=(0, (work / "conversion.json").stat().st_mtime_ns + 1))  # clocks tick in steps
+    counted.done = 0
+    convert.hf_to_hf(folder, tmp_path / "m").run()
+    convert.hf_to_hf(folder, tmp_path / "whole").run()
+    assert counted.done == 2 * total
     assert contents(tmp_path / "m") == contents(tmp_path / "whole")
 
 

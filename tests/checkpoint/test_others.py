@@ -79,6 +79,22 @@ def test_we_read_what_others_saved(runs, hf, tmp_path, world):
         same_checkpoint(hf[case], out)
 
 
+@pytest.mark.skipif(not HAS_STOCK, reason="megatron.training is not in the 0.16.1 wheel")
+def test_what_stock_saved_is_told_by_its_arguments(runs, hf, tmp_path):
+    """Without --hf-ref: stock's own namespace says what the model is; tensors and values of the model are the original's (B37)."""
+    from megatron_patch.translate import load_config
+
+    for name, (_, _, root) in runs(1)[0]["stock"].items():
+        case, out = name.split("/")[0], tmp_path / name.replace("/", "-")
+        convert.megatron_to_hf(root, None, out).run()
+        a, b = load_file(hf[case] / "model.safetensors"), load_file(out / "model.safetensors")
+        assert a.keys() == b.keys() and not [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+        before, after = load_config(hf[case]), load_config(out)
+        assert dict(before.fields) == dict(after.fields) and before.rope == after.rope and before.family is after.family
+        sizes = [(config.tied, config.vocab_size, config.max_position_embeddings) for config in (before, after)]
+        assert sizes[0] == sizes[1]
+
+
 def same_checkpoint(before, after):
     """Same keys, dtypes and values bitwise, same config.json but for a number of prediction layers that are not there."""
     a, b = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")

@@ -26,9 +26,10 @@ def made(tmp_path_factory):
     return folder, root / "m"
 
 
-def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path):
+def test_a_second_builder_is_refused_until_the_first_is_dead(made, tmp_path, monkeypatch):
     """Two processes never build one folder together; kill -9 of the first frees it, and what it left is taken over."""
     folder, _ = made
+    monkeypatch.setattr(folder_lock, "WAIT", 0.2)
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "m")], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"ready\n"
@@ -63,9 +64,10 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else(tmp_path):
     assert not output.partial(target).exists() and (tmp_path / "iter_0000001").exists()
 
 
-def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path):
+def test_threads_are_two_builders_and_a_failed_try_is_none(tmp_path, monkeypatch):
     """The lock holds between threads too; the thread that gave up a build may start it again; publishing ends it."""
     refused, target = [], tmp_path / "t"
+    monkeypatch.setattr(folder_lock, "WAIT", 0.2)
 
     def attempt():
         try:
@@ -132,6 +134,35 @@ def test_nothing_is_written_inside_what_is_read(made):
         with pytest.raises(ValueError, match=rf"lies inside .*\({option}\)"):
             work()
     assert before == (sorted(folder.iterdir()), sorted(ckpt.iterdir()))
+
+
+@pytest.mark.parametrize("letter", ["n", "\u00e9"])
+def test_a_name_as_long_as_the_system_takes(made, tmp_path, letter):
+    """245 bytes leave room for the folders beside it, and an export and its replacement succeed; with more, a part of 256 bytes, or a path
+    of 4,000, the planning ends in one short line. Mutants: the ending '.replaced' forgotten, letters counted instead of bytes."""
+    folder, ckpt = made
+    longest = letter * (244 // len(letter.encode())) + "x" * (1 + 244 % len(letter.encode()))
+    assert len(longest.encode()) == 245
+    for _ in range(2):
+        convert.megatron_to_hf(ckpt, folder, tmp_path / longest, force=True).run()
+    same_checkpoint(folder, tmp_path / longest)
+    assert [path.name for path in tmp_path.iterdir()] == [longest]
+    deep = "/".join(["d" * 200] * 20)
+    for out in (longest + "x", letter * 255, "p" * 256 + "/out", deep):
+        for plan in (lambda out: convert.hf_to_megatron(folder, out), lambda out: convert.megatron_to_hf(ckpt, folder, out)):
+            with pytest.raises(ValueError, match="is too long.* has [0-9]+ bytes, at most [0-9]+ fit") as error:
+                plan(tmp_path / out)
+            assert len(str(error.value)) < 400
+    assert [path.name for path in tmp_path.iterdir()] == [longest]
+
+
+def test_two_renames_have_room_too(made, tmp_path, monkeypatch):
+    """Where two names cannot be exchanged, the longest name works as well."""
+    folder, ckpt = made
+    monkeypatch.setattr(output, "_exchange", lambda *_: False)
+    for _ in range(2):
+        convert.megatron_to_hf(ckpt, folder, tmp_path / ("n" * 245), force=True).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["n" * 245]
 
 
 def test_a_full_disk_is_named(tmp_path):

@@ -83,7 +83,8 @@ def test_a_resumed_export_has_no_stray_files(folder, tmp_path):
     steps = steps_of(lambda name: convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / name).run())
     work, moment = tmp_path / ".out.partial", steps
     while not (work / engine.JOURNAL).exists():  # back to where the journal is still there
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        for path in (work, tmp_path / "out"):
+            shutil.rmtree(path, ignore_errors=True)
         moment -= 1
         assert killed_at(moment, lambda: convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "out").run())
     assert (work / hf_write.TEMPLATES / "tool.jinja").exists()
