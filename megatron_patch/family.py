@@ -1,5 +1,6 @@
 """A model family: what Hugging Face calls each Megatron config field and each parameter slot."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,13 @@ def negated(hf: str, default=REQUIRED) -> Field:
     return Field(hf, lambda value, _: not value, lambda value: not value, default)
 
 
+def _known_slots(family: str, keys) -> None:
+    """Raises ValueError for ``keys`` that are no slots."""
+    unknown = sorted(set(keys) - set(SLOTS))
+    if unknown:
+        raise ValueError(f"family {family}: unknown slots {unknown}; see megatron_patch/slots.py")
+
+
 @dataclass(frozen=True)
 class View:
     """Another place where a checkpoint may hold a tensor: rows ``part`` of ``parts`` of ``name``, at index ``expert`` when stacked.
@@ -117,10 +125,11 @@ class Family:
     checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self):
-        unknown = set(self.weights) - set(SLOTS)
-        if unknown:
-            raise ValueError(f"family {self.name}: unknown slots {sorted(unknown)}; see megatron_patch/slots.py")
+        _known_slots(self.name, {*self.weights, *self.packings})
         for key, names in self.weights.items():
+            holes = set(re.findall(r"{(.*?)}", "".join(names))) - {"layer", "expert"}
+            if holes:
+                raise ValueError(f"family {self.name}: slot '{key}' has {sorted(holes)} in braces; names have {{layer}} and {{expert}}")
             if len(names) != self.slot(key).packing.parts:
                 raise ValueError(f"family {self.name}: slot '{key}' packs {self.slot(key).packing.parts} tensors, got {len(names)} names")
 
@@ -135,6 +144,7 @@ class Family:
     def extend(self, name, *, model_types, architectures, config=(), weights=(), drop=(), alternatives=(), packings=(), checks=(),
                partial_rotary=False, **more) -> "Family":
         """A family that differs from this one by the given entries; ``drop`` removes slots, ``more`` are other attributes."""
+        _known_slots(name, drop)
         kept = {k: v for k, v in self.weights.items() if k not in drop}
         return replace(self, name=name, model_types=tuple(model_types), architectures=tuple(architectures),
                        config={**self.config, **dict(config)}, weights={**kept, **dict(weights)},

@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import re
+import select
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        super().error(message + self._unknown_flag() + _nearest_choice(message))
+        super().error(message + (_nearest_choice(message) or self._unknown_flag()))
 
     def _unknown_flag(self) -> str:
         known = self.flags()
@@ -96,13 +97,25 @@ def run(command, *arguments, interrupted="interrupted"):
     try:
         _refuse_other_cores()
         code = command(*arguments)
+        sys.stdout.flush()
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not (isinstance(error, BrokenPipeError) and _reader_left()):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         code = 130
     sys.exit(code or 0)
+
+
+def _reader_left() -> bool:
+    """Whether stdout is a pipe that nobody reads any more, as after `| head`; what its buffer still holds is dropped then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    left = any(event & select.POLLERR for _, event in poll.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 def _refuse_other_cores():

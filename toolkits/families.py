@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolkits import console
 
+DELTA = "from megatron-core 0.17 on TP above the key/value heads, from 0.18 on CP"
 # Per family: models with their attention heads, and after a stroke key/value heads where these are fewer; then a remark.
 # Nothing else is needed: a family that is not listed has a row without models.
 RELEASED = {
@@ -23,9 +24,9 @@ RELEASED = {
     "qwen3": ("Qwen3: 0.6B 16/8, 1.7B 16/8, 4B 32/8, 8B 32/8, 14B 40/8, 32B 64/8", ""),
     "qwen2_moe": ("Qwen1.5: A2.7B 16; Qwen2: 57B-A14B 28/4", "shared expert"),
     "qwen3_moe": ("Qwen3: 30B-A3B 32/4, 235B-A22B 64/4", ""),
-    "qwen3_next": ("Qwen3-Next: 80B-A3B 16/2", "gated delta nets; CP from megatron-core 0.18 on"),
-    "qwen3_5": ("Qwen3.5: 0.8B 8/2, 4B 16/4, 9B 16/4, 27B 24/4", "text only, gated delta nets; CP from megatron-core 0.18 on"),
-    "qwen3_5_moe": ("Qwen3.5: 35B-A3B 16/2, 397B-A17B 32/2", "text only, gated delta nets; CP from megatron-core 0.18 on"),
+    "qwen3_next": ("Qwen3-Next: 80B-A3B 16/2", f"gated delta nets; {DELTA}"),
+    "qwen3_5": ("Qwen3.5: 0.8B 8/2, 4B 16/4, 9B 16/4, 27B 24/4", f"text only, gated delta nets; {DELTA}"),
+    "qwen3_5_moe": ("Qwen3.5: 35B-A3B 16/2, 397B-A17B 32/2", f"text only, gated delta nets; {DELTA}"),
     "baichuan": ("Baichuan: 7B 32; Baichuan2: 7B 32", "Baichuan2: rows of the head normalised"),
     "baichuan_alibi": ("Baichuan: 13B 40; Baichuan2: 13B 40", "ALiBi"),
     "chatglm": ("ChatGLM: 6B 32", "context bidirectional"),

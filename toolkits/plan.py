@@ -6,6 +6,7 @@
 """
 
 import argparse
+import difflib
 from pathlib import Path
 
 from toolkits import console
@@ -43,10 +44,13 @@ def family_rows(name: str) -> tuple[str, list[dict]]:
     """(family, rows) with names only. Raises ValueError when ``name`` is neither a family nor a model_type."""
     from megatron_patch import registry
 
-    try:
-        family = registry.families().get(name) or registry.find(name)
-    except ValueError as error:
-        raise ValueError(f"there is no folder {name} (a model of the hub must be downloaded first), and no family: {error}") from None
+    known = {**registry.model_types(), **registry.families()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"there is no folder {name} (a model of the hub must be downloaded first), and no family of that name.{hint} "
+                         f"Families: {', '.join(sorted(registry.families()))}.")
+    family = known[name]
     return family.name, [_row(family, key, templates, None) for key, templates in family.weights.items()]
 
 
@@ -75,15 +79,14 @@ def _row(family, key, templates, shapes, layer=None, expert=None) -> dict:
     from megatron_patch import packing
 
     slot = family.slot(key)
-    kinds = {id(packing.PLAIN): "plain", id(packing.QKV): "qkv", id(packing.GLU): "glu", id(packing.FLAT_QKV): "flat qkv",
-             id(packing.FLAT_GLU): "flat glu"}
+    kinds = {id(value): name.lower().replace("_", " ") for name, value in vars(packing).items() if isinstance(value, packing.Packing)}
 
     def fill(text):
         return text if layer is None else text.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
     names = [fill(family.held(template)) for template in templates]
     return dict(slot=key, hf=names, shape=shapes, native=fill(slot.name("native")), te=fill(slot.name("te")),
-                disk=fill(slot.disk_key("native")), packing=kinds.get(id(slot.packing), "other"), tp_dim=slot.tp_dim)
+                disk=fill(slot.disk_key("native")), packing=kinds[id(slot.packing)], tp_dim=slot.tp_dim)
 
 
 def show(family: str, rows: list[dict]) -> None:

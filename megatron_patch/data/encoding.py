@@ -84,7 +84,8 @@ class Encoder:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{where}: not a line of JSON: {error}") from error
+            raise ValueError(f"{where}: not a line of JSON ({error}); expected an object with {', '.join(self.keys)} on every "
+                             f"line") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected a JSON object with {', '.join(self.keys)}, found {type(row).__name__}")
         return piece.first_line + number, {key: _sentences(where, row, key) for key in self.keys}

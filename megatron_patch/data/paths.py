@@ -64,6 +64,16 @@ def read_index(prefix: str) -> Index:
     return found
 
 
+def check_marks(index: Index, tokens: tuple[int, int, int], most: int = 1 << 20) -> None:
+    """Raises ValueError when the first ``most`` tokens of a dataset hold no bos, or neither [gMASK] nor [MASK]: ``tokens``."""
+    found = numpy.fromfile(f"{index.prefix}.bin", index.dtype, most)
+    bos, *masks = tokens
+    if not ((found == bos).any() and numpy.isin(found, masks).any()):
+        raise ValueError(f"data {index.prefix}: no bos token ({bos}) or none of [gMASK] ({masks[0]}) and [MASK] ({masks[1]}) among its "
+                         f"first {len(found):,} tokens; this model is trained on rows of context, mask, bos, answer. Write both into every "
+                         f"document.")
+
+
 def _digest(index: Path, size: int) -> str:
     """Name the content of an index by its size, beginning and end (where all the offsets add up)."""
     with index.open("rb") as stream:

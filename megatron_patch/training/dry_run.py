@@ -121,10 +121,12 @@ def _source(settings, config, found) -> list[str]:
 
 
 def _data(settings, config) -> list[str]:
-    from megatron_patch.data.paths import check_paths
+    from megatron_patch.data.paths import check_marks, check_paths
 
     run_tokenizer(settings, config.vocab_size)
     indexes = check_paths(settings.data)
+    for index in indexes if config.get("prefix_tokens") else ():
+        check_marks(index, config.prefix_tokens)
     if not indexes:
         return ["data: synthetic" + (", on which this model does not train: it needs context, mask and bos, give --data-path"
                                      if config.get("prefix_tokens") else "")]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_patch.data.batches import batches, context_slice
-from megatron_patch.data.paths import check_paths
+from megatron_patch.data.paths import check_marks, check_paths
 from megatron_patch.data.spec import DataSpec, parse_blend, split_bounds
 from megatron_patch.data.tokenizer import HuggingFaceTokenizer
 from tests.data.conftest import TINY, save_tokenizer
@@ -175,6 +175,17 @@ def test_missing_files_are_named_with_what_lies_nearby(write_dataset, tmp_path):
     assert f"{tmp_path}/corpus.idx and {tmp_path}/corpus.bin" in first and f"holds {tmp_path}/corpus_text_document" in first
     assert second.endswith(f"give the prefix without .bin: {tmp_path}/corpus_text_document")
     assert third.endswith(f"the folder {tmp_path}/no does not exist")
+
+
+def test_blank_filling_needs_its_marks(write_dataset):
+    """A bos token and one of the two masks, among the first tokens; else the tokens that were looked for and what to write."""
+    marked, masks, late = ([[5, mask, 6, bos, 7]] for mask, bos in ((998, 1000), (998, 5), (997, 1000)))
+    (index,) = check_paths({"data_path": [write_dataset(marked)]})
+    assert check_marks(index, (1000, 999, 998)) is None
+    for tokens, most in ((masks, 100), (late, 100), (marked, 3)):
+        (index,) = check_paths({"data_path": [write_dataset(tokens)]})
+        with pytest.raises(ValueError, match=r"no bos token \(1000\) or none of \[gMASK\] \(999\) .* Write both into every document"):
+            check_marks(index, (1000, 999, 998), most)
 
 
 @pytest.mark.parametrize(("suffix", "keep", "said"), [

@@ -128,7 +128,7 @@ def test_append_eod_without_eos_is_refused(jsonl, tmp_path, capsys):
 
 
 BAD = {
-    "not JSON": (b'{"text": ', "in.jsonl:514: not a line of JSON"),
+    "not JSON": (b'{"text": ', "); expected an object with text on every line"),
     "not UTF-8": (b'{"text": "\xff"}', "in.jsonl:514: not a line of JSON"),
     "no object": (b'["a"]', "in.jsonl:514: expected a JSON object with text, found list"),
     "no key": (b'{"txt": "a"}', "in.jsonl:514: no key 'text'; the line has txt"),

@@ -26,6 +26,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     tiny.save("llama", folder / "model")
     tiny.save("qwen2_moe", folder / "experts")
+    tiny.save("gpt_bigcode", folder / "dropout", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     texts = [f"page {number}: " + "the ship left the harbour with two cats and a library of maps. " * 20 for number in range(40)]
     _tokenizer(texts).save_pretrained(folder / "model")
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -76,14 +77,15 @@ def test_the_six_commands(place, _):
 @pytest.mark.slow
 def test_the_python_snippet(place):
     """The snippet of README, word for word, in one process that torchrun did not start: its logits are Transformers' within 1e-4 and
-    its export is the folder it read; a mixture of experts first (B137), then a dense model."""
+    its export is the folder it read; a mixture of experts first (B137), then a dense model, then one whose
+    config.json has dropout. Mutant: the snippet without eval()."""
     snippet = BLOCKS["run", "python"] + "\nos.rename('exported', folder + '-exported')\ntorch.save(logits.detach(), folder + '.pt')\n"
-    once = f"import os\nfor name in ('experts', 'model'):\n    os.environ['MODEL'] = name\n    exec({snippet!r})\n"
+    once = f"import os\nfor name in ('experts', 'model', 'dropout'):\n    os.environ['MODEL'] = name\n    exec({snippet!r})\n"
     run(place, sys.executable, "-c", once, timeout=200)
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    for name in ("experts", "model"):
+    for name in ("experts", "model", "dropout"):
         model = AutoModelForCausalLM.from_pretrained(place / name, dtype=torch.float32)
         with torch.no_grad():
             theirs = model(torch.arange(1, 17)[None]).logits

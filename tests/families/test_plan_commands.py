@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_patch import registry
 from tests.checkpoint import small
 from toolkits import convert as convert_command
 from toolkits import plan as plan_command
@@ -50,8 +51,24 @@ def test_plan_of_a_family_and_of_nothing(capsys):
     """A family name needs no checkpoint; a name that is neither is an error with the nearest one."""
     assert call(plan_command, "qwen3_moe") == 0
     assert "mlp.experts.linear_fc1.weight{expert}" in capsys.readouterr().out
-    assert call(plan_command, "qwen3moe") == 1
-    assert "Did you mean 'qwen3_moe'" in capsys.readouterr().err
+    for name, near in (("qwen3moe", "qwen3_moe"), ("falcon_two_norm", "falcon_two_norms")):
+        assert call(plan_command, name) == 1
+        assert f"Did you mean '{near}'?" in capsys.readouterr().err
+
+
+def test_plan_names_every_packing():
+    """How tensors are packed has a name in the table of every family, the one that megatron_patch/packing.py gives it."""
+    found = {name: {row["slot"]: row["packing"] for row in plan_command.family_rows(name)[1]} for name in registry.families()}
+    assert found["llama"]["qkv"] == "qkv" and found["llama"]["embed"] == "plain" and found["baichuan"]["qkv"] == "flat qkv"
+    assert found["glm_130b"]["mlp_in"] == "flat up gate" and found["qwen3_next"]["qkv"] == "gated qkv"
+    assert not [name for name, rows in found.items() if "other" in rows.values()]
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """A pipe that is closed early, as by `head`: nothing on stderr. Mutant: BrokenPipeError told like any other OSError."""
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m toolkits.plan qwen3_5_moe | true"], cwd=ROOT, timeout=100,
+                          capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_convert_reports_and_refuses_in_one_line(folders, tmp_path, capsys):
@@ -78,7 +95,7 @@ def test_convert_reports_and_refuses_in_one_line(folders, tmp_path, capsys):
      "unknown flag --tolerence: did you mean --tolerance?"),
     (convert_command, ["hf-to-megatron", "--hff", "x", "--out", "y"], "unknown flag --hff: did you mean --hf?"),
     (convert_command, ["megatron-to-hf", "--ckpt", "x", "--out", "y", "--hfref", "z"], "unknown flag --hfref: did you mean --hf-ref?"),
-    (convert_command, ["hf-to-megatro", "--hf", "x"], "did you mean hf-to-megatron?"),
+    (convert_command, ["hf-to-megatro", "--hf", "x"], "): did you mean hf-to-megatron?"),
     (convert_command, ["hf-to-megatron", "--hf", "x", "--out", "y", "--dtype", "bf61"], "did you mean bf16?"),
     (plan_command, ["x", "--al1"], "unknown flag --al1: did you mean --all?"), (plan_command, ["x", "--qqqqq"], "unknown flag --qqqqq")])
 def test_a_typo_is_told_the_nearest_name(command, argv, hint, capsys):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patch.upstream import delta_nets_cut_sequences
+from megatron_patch import layout, load_config
+from megatron_patch.upstream import delta_nets_cut_sequences, gated_attention_shares_groups
 from tests.families.tiny import CASES, DELTA_NETS, FIRST, IN_INFERENCE_ONLY, MOE, PREFIX
 from tests.groups import run_ranks
 from tests.parallel import experts
@@ -17,6 +18,7 @@ TWO = ["tp2", "tp2sp", "pp2", "pp2vpp2"]
 MORE = ["pp2uneven", "pp2layout"]
 NO_CP = PREFIX + IN_INFERENCE_ONLY + (() if delta_nets_cut_sequences() else DELTA_NETS)
 FOUR = ["tp2pp2", "tp2sppp2", "tp4"]
+NO_TP4 = ("bloom", "baichuan_13b", "baichuan2_13b", "olmo2", "olmoe") + (() if gated_attention_shares_groups() else DELTA_NETS)
 
 
 def check(results):
@@ -96,3 +98,16 @@ def test_sequential_equals_grouped_experts(on_two_ranks):
 def test_four_ranks(zoo):
     """TP2+PP2 with and without SP, and TP4 with 2 key/value heads, on 4 ranks."""
     check(run_ranks(4, PARITY, {k: zoo[k] for k in FIRST}, FOUR, timeout=600))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_more_layouts_of_the_rest(zoo):
+    """Uneven PP2, TP2+PP2 with and without SP, every other case; TP4, every one that is not refused by name."""
+    rest = {case: folder for case, folder in zoo.items() if case not in FIRST}
+    check(run_ranks(2, PARITY, rest, MORE, timeout=600))
+    check(run_ranks(4, PARITY, rest, FOUR[:2], timeout=600))
+    for case in NO_TP4:
+        with pytest.raises(ValueError, match=r"is not divisible by TP 4; .*TP can be \[1, 2"):
+            layout.check(load_config(zoo[case], tensor_model_parallel_size=4))
+    check(run_ranks(4, PARITY, {case: folder for case, folder in rest.items() if case not in NO_TP4}, ["tp4"], timeout=600))

@@ -105,6 +105,18 @@ def test_dry_run(models, data, capsys):
         assert words in error and error.count("\n") == 1, (change, error)
 
 
+def test_dry_run_looks_for_the_marks_of_blank_filling(data, tmp_path, capsys):
+    """ChatGLM on text without [gMASK] and bos: refused before the run, as its first step would."""
+    from megatron_patch import pretrain
+    from tests.families import tiny
+
+    tiny.save("chatglm", tmp_path / "chatglm")
+    flags = ["--platform", "cpu", "--dry-run", "--hf-model", str(tmp_path / "chatglm"), "--data-path", data, "--seq-length", "32",
+             "--micro-batch-size", "1", "--train-iters", "3", "--lr", "1e-3"]
+    assert run_main(pretrain, flags) == 1
+    assert "trained on rows of context, mask, bos, answer" in capsys.readouterr().err
+
+
 def test_dry_run_reads_the_checkpoint(models, data, tmp_path, capsys):
     """--load in a dry run: what a real run would say of the common part, in one line: another model, another hidden size, damaged, or
     not there. Mutants: the common part not read, or not compared."""
