@@ -1,0 +1,109 @@
+"""Run on ranks: gradients that are known by hand, through OverlappedDDP on a module of a few parameters."""
+
+import torch
+import torch.distributed as dist
+
+SHAPES = {"first": (7,), "frozen": (11,), "second": (13, 5), "third": (1,), "last": (300,)}
+
+
+class Sums(torch.nn.Module):
+    """sum_i c_i x sum(w_i) of the parameters named in ``use``: the gradient of each of their elements is c_i."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.ones(shape)))
+        self.frozen.requires_grad_(False)
+        self.config = None
+
+    def forward(self, use: dict):
+        """``use``: {name: c}."""
+        total = torch.zeros(())
+        for name, factor in use.items():  # the backward pass goes from the last to the first
+            weight = getattr(self, name)
+            total = total + (weight * torch.full(weight.shape, factor)).sum()
+        return total
+
+
+def build(**choices):
+    """(module, its OverlappedDDP) with buckets of 50 elements."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patch.optim.overlapped import reduction
+    from megatron_patch.optim.overlapped.ddp import overlapped
+
+    if not ps.model_parallel_is_initialized():
+        ps.initialize_model_parallel()
+    choices.setdefault("reduction", reduction.AllToAll())
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
+                                           align_param_gather=True, bucket_size=50)
+    module = Sums()
+    model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)  # the mean over ranks is DDP's own
+    return module, overlapped(**choices)(model, config, module)
+
+
+def factors(rank: int, micro: int) -> dict:
+    """What is used: rank 1 has no 'second' in its first micro-batch, no rank has 'third' in the second."""
+    use = {"first": 1.0 + rank + 10 * micro, "second": 2.0 + rank + 10 * micro, "third": 3.0 + rank, "last": 4.0 + rank + 10 * micro}
+    if (rank, micro) == (1, 0):
+        del use["second"]
+    if micro == 1:
+        del use["third"]
+    return use
+
+
+def known_gradients() -> dict:
+    """{choice: largest difference from the mean over ranks of the sums over micro-batches}; the last is of int8, relative."""
+    from megatron_patch.optim.overlapped import reduction
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cases = {"all-to-all": {}, "reduce-scatter": dict(reduction=reduction.ReduceScatter()), "every 2": dict(every=2),
+             "every 5": dict(every=5), "one buffer": dict(buffers=1), "bf16 wire": dict(wire=torch.bfloat16),
+             "order verified": dict(verify_order=True), "int8": dict(reduction=reduction.Int8())}
+    out = {}
+    for name, choices in cases.items():
+        module, ddp = build(**choices)
+        for _ in range(2):  # the second step must not remember the first
+            ddp.zero_grad_buffer()
+            with ddp.no_sync():
+                for micro in range(2):
+                    ddp(factors(rank, micro)).backward()
+            ddp(factors(rank, 2)).backward()
+            ddp.finish_grad_sync()
+        apart = 0.0
+        for label in SHAPES:
+            if label == "frozen":
+                continue
+            expected = sum(factors(r, micro).get(label, 0.0) for r in range(ranks) for micro in range(3)) / ranks
+            part = getattr(module, label).main_grad
+            apart = max([apart, *((part - expected).abs() / expected).tolist()])
+            held = torch.tensor(part.numel())
+            dist.all_reduce(held)
+            assert held.item() == getattr(module, label).numel(), (label, held)
+        assert not hasattr(module.frozen, "main_grad") and all(p.grad is None for p in module.parameters())
+        assert len(ddp.launches) == len(ddp.order) * (3 if ddp.every == 1 else 2 if ddp.every == 2 else 1), (name, ddp.launches)
+        out[name] = apart
+    return out
+
+
+def overlap() -> list:
+    """[launches that had begun] each time a gradient arrives, in one backward pass; the first parameter of the module is the last."""
+    module, ddp = build()
+    seen, arrived = [], ddp._arrived
+    ddp._arrived = lambda param, grad: (seen.append(len(ddp.launches)), arrived(param, grad))
+    ddp(factors(dist.get_rank(), 2) | {"third": 1.0}).backward()
+    ddp.finish_grad_sync()
+    return [seen, ddp.launches, len(ddp.order)]
+
+
+def traffic() -> dict:
+    """What a step reports, and what it must be."""
+    _, ddp = build()
+    ddp.report()
+    ddp(factors(dist.get_rank(), 2) | {"third": 1.0}).backward()
+    ddp.finish_grad_sync()
+    numel = sum(bucket.numel for bucket in ddp.order)
+    held = ddp.report()
+    return {**held, "sent": numel // 2 * 4, "shards": numel // 2 * 4, "slots": ddp.pool.nbytes()}
