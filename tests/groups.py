@@ -71,12 +71,14 @@ def _dump_stacks(ranks):
 
 
 def _report(ranks, folder, target):
-    """The traceback of the rank that raised first, else the end of every log."""
+    """The end of the log of every rank that died without a word, else the traceback of the one that raised first, else every log."""
     errors = sorted(folder.glob("error*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if errors:
+    codes = [process.poll() for process in ranks]
+    died = [rank for rank, code in enumerate(codes) if code not in (None, 0) and not (folder / f"error{rank}.txt").exists()]
+    if errors and not died:
         return f"{target} failed on rank {errors[0].stem[5:]}:\n{errors[0].read_text()}"
-    logs = [(folder / f"log{rank}.txt").read_text(errors="replace")[-3000:] for rank in range(len(ranks))]
-    return "\n".join(f"{target}: rank {rank}, exit {ranks[rank].poll()}:\n{log}" for rank, log in enumerate(logs))
+    logs = {rank: (folder / f"log{rank}.txt").read_text(errors="replace")[-3000:] for rank in died or range(len(ranks))}
+    return "\n".join(f"{target}: rank {rank}, exit {codes[rank]}:\n{log}" for rank, log in logs.items())
 
 
 def _kill(process):
