@@ -20,6 +20,7 @@ PARALLEL = dict(
     num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None, pipeline_model_parallel_layout=None,
     account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False)
 MOST_PARAMETERS = 10**6  # layers x experts: far beyond any model, so a damaged config.json
+MOST_CHANNELS = 1 << 16  # of a head: a rope's table has half as many numbers, and is made to be checked
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -181,6 +182,9 @@ def _check_sizes(fields, hf, family, where):
             bad.setdefault(key, v)
     if bad:
         raise ValueError(f"{where}: expected positive integers, found {bad}")
+    if fields["kv_channels"] > MOST_CHANNELS:
+        raise ValueError(f"{where}: heads of {fields['kv_channels']} channels are no model's; check {family.config['kv_channels'].hf}, or "
+                         f"the hidden size and the number of heads.")
     parameters = fields["num_layers"] * (fields.get("num_moe_experts") or 1)
     if not parameters <= MOST_PARAMETERS:
         raise ValueError(f"{where}: {fields['num_layers']} layers of {fields.get('num_moe_experts') or 1} experts are no model's; check "

@@ -16,6 +16,7 @@ from tests.checkpoint import small
 from tests.families import tiny
 from toolkits import convert as command
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 EPS = dict(rms_norm_eps=1e-6)  # DeepSeek's latent norms have no other
 STOCK_GROUPS = dict(num_experts_per_tok=4)  # two experts of each group taken, which is what Megatron-LM scores a group by
 TOLD = {"llama": {}, "llama_tied": {}, "llama_bias": {}, "mistral": {}, "qwen2": {}, "qwen2_window": {}, "qwen3": {}, "qwen2_moe": {},

@@ -1,6 +1,7 @@
 """config.json both ways: v4 and v5 forms, class defaults, what changed is rewritten, what cannot be held is refused."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -83,6 +84,14 @@ def test_fresh_config_reads_back(case):
 def test_every_family_has_a_case():
     """Each family of model_zoo/ is proven by at least one tiny model."""
     assert {translate.from_hf(tiny.raw_config(case)).family.name for case in tiny.CASES} == set(registry.families())
+
+
+def test_a_head_of_no_model_is_refused_at_once():
+    """10^9 channels: no rope table of that size is made to find out. Mutant: no bound, 12 s and gigabytes."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="heads of 1000000000 channels are no model's; check head_dim"):
+        translate.from_hf({**tiny.raw_config("llama"), "head_dim": 10**9})
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize("changes, message", [
