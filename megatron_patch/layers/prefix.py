@@ -33,8 +33,7 @@ def rows(ids_BS: Tensor, tokens: tuple[int, int, int], gmask_freezes: bool) -> T
     lacking = ~(bos.any(1) & (has_gmask | mask.any(1)))
     if lacking.any():
         raise ValueError(f"row {int(lacking.int().argmax())} of the batch has no bos token ({tokens[0]}) after a [gMASK] ({tokens[1]}) or "
-                         f"[MASK] ({tokens[2]}): this family is trained on context, mask, bos, answer. "
-                         f"Write both into every document, and none longer than --seq-length.")
+                         f"[MASK] ({tokens[2]}); write context, mask, bos, answer into every document, none longer than --seq-length.")
     context_B1 = bos.int().argmax(1, keepdim=True)
     hole_B1 = torch.where(has_gmask, gmask.int().argmax(1), mask.int().argmax(1))[:, None]
     at_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)

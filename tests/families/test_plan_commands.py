@@ -80,7 +80,8 @@ def test_convert_reports_and_refuses_in_one_line(folders, tmp_path, capsys):
     assert call(convert_command, "megatron-to-hf", "--ckpt", tmp_path / "m", "--hf-ref", folders["llama"], "--out", tmp_path / "b") == 0
     assert load_file(tmp_path / "b" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     capsys.readouterr()
-    for argv, message in ((("megatron-to-hf", "--ckpt", tmp_path / "m", "--out", tmp_path / "c"), "--hf-ref"),
+    for argv, message in ((("megatron-to-hf", "--ckpt", tmp_path / "m", "--hf-ref", folders["mixtral"], "--out", tmp_path / "c"),
+                            "Pass the --hf-ref that this checkpoint was made from"),
                           (("megatron-to-hf", "--ckpt", tmp_path, "--hf-ref", folders["llama"], "--out", tmp_path / "c"), "no Megatron"),
                           (("hf-to-megatron", "--hf", tmp_path, "--out", tmp_path / "c"), "config.json")):
         assert call(convert_command, *argv) == 1
