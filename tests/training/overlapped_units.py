@@ -61,6 +61,8 @@ def known_gradients() -> dict:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cases = {"all-to-all": {}, "reduce-scatter": dict(reduction=reduction.ReduceScatter()), "every 2": dict(every=2),
              "every 5": dict(every=5), "one buffer": dict(buffers=1), "bf16 wire": dict(wire=torch.bfloat16),
+             "every 2, bf16 wire": dict(every=2, reduction=reduction.AllToAll(torch.bfloat16)),
+             "reduce-scatter, bf16 wire": dict(reduction=reduction.ReduceScatter(torch.bfloat16)),
              "order verified": dict(verify_order=True), "int8": dict(reduction=reduction.Int8())}
     out = {}
     for name, choices in cases.items():
@@ -83,6 +85,7 @@ def known_gradients() -> dict:
             dist.all_reduce(held)
             assert held.item() == getattr(module, label).numel(), (label, held)
         assert not hasattr(module.frozen, "main_grad") and all(p.grad is None for p in module.parameters())
+        assert ddp.every == 1 or ddp.gradient_bytes() == 4 * sum(b.numel + b.shard.numel() for b in ddp.order), name
         assert len(ddp.launches) == len(ddp.order) * (3 if ddp.every == 1 else 2 if ddp.every == 2 else 1), (name, ddp.launches)
         out[name] = apart
     return out

@@ -76,8 +76,11 @@ class Pool:
         return self.free[dtype].pop().open(bucket)
 
     def launch(self, slot: Slot) -> None:
-        """Start the reduction of a slot; those that are done are taken out."""
-        slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot.bucket, slot.data.dtype))
+        """Start the reduction of a slot; those that are done are taken out. A slot that is not the pool's own waits until fewer than
+        ``size`` are in flight, and keeps nothing beside it afterwards."""
+        while not self._own(slot) and len(self.in_flight) >= self.size:
+            self.retire()
+        slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot))
         self.in_flight.append(slot)
         while self.in_flight and self.in_flight[0].work.is_completed():
             self.retire()
@@ -88,8 +91,13 @@ class Pool:
         slot.work.wait()
         self.reduction.finish(slot)
         slot.open(slot.bucket)
-        if slot in self.made.get(slot.buffer.dtype, ()):
+        if self._own(slot):
             self.free[slot.buffer.dtype].append(slot)
+        else:
+            slot.scratch.clear()
+
+    def _own(self, slot) -> bool:
+        return slot in self.made.get(slot.buffer.dtype, ())
 
     def drain(self) -> None:
         """Wait for all, and let go of slots beyond ``size``."""

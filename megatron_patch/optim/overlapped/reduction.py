@@ -1,7 +1,7 @@
 """How the full gradient of a bucket becomes this rank's shard of the sum over ranks.
 
 ``start(slot)`` begins it and returns a handle; ``finish(slot)``, once the handle has been waited for, adds the result to the shard of
-the slot's bucket. ``sent(bucket, dtype)``: bytes that a rank sends for it.
+the slot's bucket. ``sent(slot)``: bytes that a rank sends for it. ``wire``: the dtype that travels, None: that of the slot.
 """
 
 import torch
@@ -25,24 +25,31 @@ class AllToAll:
     reduce_scatter_with_fp32_accumulation.
     """
 
+    def __init__(self, wire: torch.dtype | None = None):
+        self.wire = wire
+
     def start(self, slot):
         bucket = slot.bucket
         if bucket.ranks == 1:
             return Done()
-        received = _scratch(slot, "received", bucket.numel, slot.data.dtype)
-        return dist.all_to_all_single(received, slot.data, group=bucket.group, async_op=True)
+        sent = _as(slot, self.wire)
+        received = _scratch(slot, "received", bucket.numel, sent.dtype)
+        return dist.all_to_all_single(received, sent, group=bucket.group, async_op=True)
 
     def finish(self, slot):
         bucket = slot.bucket
         parts = slot.data if bucket.ranks == 1 else slot.scratch["received"][: bucket.numel]
         bucket.add(parts.view(bucket.ranks, -1).sum(0, dtype=torch.float32), bucket.factor)
 
-    def sent(self, bucket, dtype):
-        return bucket.numel // bucket.ranks * (bucket.ranks - 1) * dtype.itemsize
+    def sent(self, slot):
+        bucket = slot.bucket
+        return bucket.numel // bucket.ranks * (bucket.ranks - 1) * (self.wire or slot.data.dtype).itemsize
 
 
 class ReduceScatter:
     """The backend's own collective, which adds in the dtype on the wire. Scaled before, as upstream does it."""
+
+    __init__, sent = AllToAll.__init__, AllToAll.sent
 
     def start(self, slot):
         bucket = slot.bucket
@@ -50,14 +57,13 @@ class ReduceScatter:
             slot.data.mul_(bucket.factor)
         if bucket.ranks == 1:
             return Done()
-        own = _scratch(slot, "own", bucket.shard.numel(), slot.data.dtype)
-        return dist.reduce_scatter_tensor(own, slot.data, group=bucket.group, async_op=True)
+        sent = _as(slot, self.wire)
+        own = _scratch(slot, "own", bucket.shard.numel(), sent.dtype)
+        return dist.reduce_scatter_tensor(own, sent, group=bucket.group, async_op=True)
 
     def finish(self, slot):
         bucket = slot.bucket
         bucket.add(slot.data if bucket.ranks == 1 else slot.scratch["own"][: bucket.shard.numel()])
-
-    sent = AllToAll.sent
 
 
 class Int8:
@@ -79,9 +85,9 @@ class Int8:
             return bucket.add(slot.data.float(), bucket.factor)
         bucket.add(self._unpack(slot.scratch["received"], bucket.shard.numel()).sum(0), bucket.factor)
 
-    def sent(self, bucket, dtype):
-        blocks = -(-bucket.shard.numel() // self.block)
-        return blocks * (self.block + 4) * (bucket.ranks - 1)
+    def sent(self, slot):
+        blocks = -(-slot.bucket.shard.numel() // self.block)
+        return blocks * (self.block + 4) * (slot.bucket.ranks - 1)
 
     def _pack(self, parts):
         """[ranks, n] fp32 -> [ranks, bytes] uint8: the quantised blocks, then their scales."""
@@ -99,10 +105,18 @@ class Int8:
         return (whole.float() * scales).view(ranks, -1)[:, :count]
 
 
+def _as(slot, dtype):
+    """What is in the slot, in the dtype that travels."""
+    if dtype is None or dtype == slot.data.dtype:
+        return slot.data
+    sent = _scratch(slot, "sent", slot.bucket.numel, dtype)
+    return sent.copy_(slot.data)
+
+
 def _scratch(slot, name, numel, dtype):
     """A tensor [numel] that stays with the slot."""
     kept = slot.scratch.get(name)
     if kept is None or kept.numel() < numel:
-        kept = slot.scratch[name] = torch.empty(max(numel, slot.buffer.numel() if name == "received" else numel), dtype=dtype,
-                                                device=slot.buffer.device)
+        room = numel if name == "own" else slot.buffer.numel()
+        kept = slot.scratch[name] = torch.empty(room, dtype=dtype, device=slot.buffer.device)
     return kept[:numel]
