@@ -152,16 +152,19 @@ def test_ctrl_c_in_the_middle_of_a_fork(folder, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_ctrl_c_at_any_time(folder, tmp_path):
-    """To the whole group, as a terminal sends it, at 30 moments: 130 and no output, or the whole output; no process is left."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moments", [8, pytest.param(40, marks=pytest.mark.full)])
+def test_ctrl_c_at_any_time(folder, tmp_path, moments):
+    """To the whole group, as a terminal sends it, at moments spread over a run: 130 and no output, or the whole output; no process is
+    left."""
     began = time.monotonic()
     child = _started(lambda: command.main(arguments(folder, tmp_path / "whole")))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     took, seen = time.monotonic() - began, set()
-    for moment in range(30):
+    for moment in range(moments):
         out = tmp_path / f"out{moment}"
         child = _started(lambda out=out: command.main(arguments(folder, out)))
-        time.sleep(took * (moment + 2) / 30)
+        time.sleep(took * (moment + 1) / moments)
         os.killpg(child, signal.SIGINT)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code == 130 or code == 0 and out.exists(), (moment, code)
