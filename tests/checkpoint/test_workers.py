@@ -152,8 +152,9 @@ def test_ctrl_c_in_the_middle_of_a_fork(folder, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moments", [8, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("moments", [40])
 def test_ctrl_c_at_any_time(folder, tmp_path, moments):
     """To the whole group, as a terminal sends it, at moments spread over a run: 130 and no output, or the whole output; no process is
     left."""

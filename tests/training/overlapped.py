@@ -1,8 +1,11 @@
 """Run on ranks: the overlapped distributed optimizer beside upstream's, on the same runs."""
 
 import contextlib
+import functools
+import gc
 
 import torch
+import torch.distributed as dist
 
 from tests.training.jobs import DTYPES, LAYOUTS, check_replicas, check_tied, curve, parameters, train
 
@@ -24,23 +27,40 @@ def plain_gradients():
         assemble.accumulate_in_place = kept
 
 
-def one(model, data, **flags):
-    """(losses, gradient norms, weights) of a run."""
+def forget_groups() -> None:
+    """Destroy the process groups of earlier runs: each has threads of its own, and a test makes dozens of runs."""
+    from megatron.core import parallel_state as ps
+    from torch.distributed import distributed_c10d
+
+    ps.destroy_model_parallel()
+    gc.collect()
+    dist.barrier()  # nobody is in one of them any more
+    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()
+    dist.barrier()
+
+
+def one(model, data, check=None, **flags):
+    """(losses, gradient norms, weights) of a run; ``check`` gets its DDP chunk."""
     from megatron_patch.training.step import evaluate
 
+    forget_groups()
     with plain_gradients():
         lines, loop = train(model, data, **flags)
     last = evaluate(loop.job, loop.feed.iterator(loop.feed.train, 0), 1)  # nobody has gathered the weights of the last step yet
     check_replicas(loop)
     check_tied(loop)
+    if check:
+        check(loop.job.chunks[0])
     weights = {name: p.detach().clone() for name, p in parameters(loop).items()}
-    return curve(lines) + [last], curve(lines, "grad_norm"), weights, loop
+    return curve(lines) + [last], curve(lines, "grad_norm"), weights
 
 
 def apart(ours, upstream) -> dict:
     """Largest differences, and whether all is equal bit for bit."""
-    losses, norms, weights = ours[:3]
-    other_losses, other_norms, other_weights = upstream[:3]
+    losses, norms, weights = ours
+    other_losses, other_norms, other_weights = upstream
     assert weights.keys() == other_weights.keys()
     same = losses == other_losses and norms == other_norms and all(torch.equal(p, other_weights[n]) for n, p in weights.items())
     return dict(bitwise=same, loss=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
@@ -58,13 +78,13 @@ def bitwise(model: str, data: str, ranks: int) -> dict:
             for collective, flags in (("all-to-all", dict(ddp_reduce_scatter_with_fp32_accumulation=True)),
                                       ("reduce-scatter", dict(grad_comm_dtype="fp32"))):
                 upstream = one(model, data, **UPSTREAM, **common, **(flags if collective == "all-to-all" else {}))
-                ours = one(model, data, **OURS, **common, grad_collective=collective, **({} if collective == "all-to-all" else flags))
-                check_sharded(ours[3].job.chunks[0], dtype)
+                ours = one(model, data, functools.partial(check_sharded, dtype=dtype), **OURS, **common, grad_collective=collective,
+                           **({} if collective == "all-to-all" else flags))
                 out[f"{dtype} {collective} GA{batch // (2 * ranks)}"] = apart(ours, upstream)
     return out
 
 
-def check_sharded(chunk, dtype) -> None:
+def check_sharded(chunk, *, dtype) -> None:
     """Buckets are as many as their size says; gradients take what the dry run counts: fp32 shards and three buffers, no more."""
     from megatron_patch.training.footprint import Sharded
 
@@ -167,6 +187,7 @@ def mutants(models: dict, data: str) -> dict:
 def _run(model, data, **flags):
     from megatron_patch.training.assemble import gather_parameters
 
+    forget_groups()
     lines, loop = train(model, data, **flags)
     gather_parameters(loop.job)
     return curve(lines), curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}
@@ -209,6 +230,7 @@ def checkpoints(models: dict, data: str, folder: str) -> dict:
         whole, _ = train(model, data, **LAYOUTS["dp4"], **reshardable, **flags, **common, save=root, save_interval=3)
         for end, more in ends.items():
             for layout in ("dp4", "dp2pp2"):
+                forget_groups()
                 again, loop = train(model, data, **LAYOUTS[layout], **reshardable, **more, **common, load=root, ckpt_step=3)
                 check_replicas(loop)
                 out[f"{name} -> {end}, {layout}"] = max(abs(a - b) for a, b in zip(curve(whole[3:]), curve(again), strict=True))

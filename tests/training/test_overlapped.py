@@ -20,6 +20,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bitwise(models, data, ranks):
@@ -34,6 +35,7 @@ def test_bitwise(models, data, ranks):
             assert apart["loss"] <= 1e-6 and apart["weights"] <= 1e-5, (case, apart)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("ranks", list(CASES))
 def test_layouts(models, data, ranks):
@@ -64,6 +66,7 @@ def test_order_is_verified(models, data):
         assert "--verify-grad-order" in text and "launch 1 of this step" in text, text
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_checkpoints(models, data, tmp_path):
     """Saved with either optimizer, resumed with the other, with other buckets, other DP and PP sizes, or none of both: the losses of
