@@ -85,12 +85,10 @@ def _no_communication():
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import torch.distributed as dist
 
-    class Done(contextlib.nullcontext):
-        def wait(self):
-            return True
+    from megatron_patch.platform.cpu import uneven
 
-        def is_completed(self):
-            return True
+    class Done(contextlib.nullcontext, uneven.Done):
+        """Of a collective, and of several inside a block."""
 
     buffers._coalescing_manager = lambda *args, **kwargs: Done()
     for name in ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):

@@ -114,10 +114,12 @@ def _overlapped(overlap) -> type:
     from megatron_patch.optim.overlapped import reduction
     from megatron_patch.optim.overlapped.ddp import overlapped
 
-    wire = dict(fp32=torch.float32, bf16=torch.bfloat16).get(overlap.grad_comm_dtype)
-    how = reduction.Int8() if overlap.grad_comm_dtype == "int8" else None
-    how = how or (reduction.AllToAll if overlap.grad_collective == "all-to-all" else reduction.ReduceScatter)(wire)
-    return overlapped(how, wire, overlap.reduce_every, overlap.verify_grad_order)
+    if overlap.grad_comm_dtype == "int8":
+        how = reduction.Int8()
+    else:
+        wire = dict(fp32=torch.float32, bf16=torch.bfloat16).get(overlap.grad_comm_dtype)
+        how = (reduction.AllToAll if overlap.grad_collective == "all-to-all" else reduction.ReduceScatter)(wire)
+    return overlapped(how, overlap.reduce_every, overlap.verify_grad_order)
 
 
 def connect(chunks: list, settings, optimizer) -> None:
@@ -131,13 +133,13 @@ def connect(chunks: list, settings, optimizer) -> None:
         chunk.config.grad_scale_func = optimizer.scale_loss
         chunk.config.finalize_model_grads_func = finalize_model_grads
     first, many = chunks[0].config, len(chunks) > 1
+    aligned = not settings.overlap.overlapped_distributed_optimizer  # its chunks reduce and gather by themselves
     if settings.ddp.get("overlap_grad_reduce"):
         calls = [chunk.no_sync for chunk in chunks]
         first.no_sync_func = calls if many else calls[0]
-        if many and settings.values.get("align_grad_reduce", True) and not settings.overlap.overlapped_distributed_optimizer:
+        if aligned and many and settings.values.get("align_grad_reduce", True):
             first.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-    if (settings.ddp.get("overlap_param_gather") and settings.ddp.get("align_param_gather")
-            and not settings.overlap.overlapped_distributed_optimizer):
+    if aligned and settings.ddp.get("overlap_param_gather") and settings.ddp.get("align_param_gather"):
         calls = [chunk.start_param_sync for chunk in chunks]
         first.param_sync_func = calls if many else calls[0]
 

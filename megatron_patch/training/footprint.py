@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_patch import layout
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.family import Family
+from megatron_patch.optim.overlapped import BUFFERS
 from megatron_patch.slots import SLOTS
 
 NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
@@ -22,7 +23,7 @@ class Sharded:
     bucket: int
     wire: int
     full: bool
-    buffers: int = 3
+    buffers: int = BUFFERS
 
     def bytes(self, parameters: int, shard: int) -> int:
         """Of a rank with so many ``parameters``, ``shard`` of them its own."""

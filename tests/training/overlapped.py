@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import gc
 
 import torch
-import torch.distributed as dist
 
 from tests.training.jobs import DTYPES, LAYOUTS, check_replicas, check_tied, curve, parameters, train
 
@@ -27,34 +25,27 @@ def plain_gradients():
         assemble.accumulate_in_place = kept
 
 
-def forget_groups() -> None:
-    """Destroy the process groups of earlier runs: each has threads of its own, and a test makes dozens of runs."""
-    from megatron.core import parallel_state as ps
-    from torch.distributed import distributed_c10d
-
-    ps.destroy_model_parallel()
-    gc.collect()
-    dist.barrier()  # nobody is in one of them any more
-    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
-    gc.collect()
-    dist.barrier()
-
-
 def one(model, data, check=None, **flags):
     """(losses, gradient norms, weights) of a run; ``check`` gets its DDP chunk."""
     from megatron_patch.training.step import evaluate
 
-    forget_groups()
-    with plain_gradients():
-        lines, loop = train(model, data, **flags)
+    lines, loop = _trained(model, data, **flags)
     last = evaluate(loop.job, loop.feed.iterator(loop.feed.train, 0), 1)  # nobody has gathered the weights of the last step yet
     check_replicas(loop)
     check_tied(loop)
     if check:
         check(loop.job.chunks[0])
+    return _found(lines, loop, last)
+
+
+def _trained(model, data, **flags):
+    with plain_gradients():
+        return train(model, data, **flags)
+
+
+def _found(lines, loop, *more):
     weights = {name: p.detach().clone() for name, p in parameters(loop).items()}
-    return curve(lines) + [last], curve(lines, "grad_norm"), weights
+    return [*curve(lines), *more], curve(lines, "grad_norm"), weights
 
 
 def apart(ours, upstream) -> dict:
@@ -91,7 +82,7 @@ def check_sharded(chunk, *, dtype) -> None:
     parameters = sum(bucket.numel for bucket in chunk.order)
     largest = max(bucket.numel for bucket in chunk.order)
     assert len(chunk.order) >= 10 and len(chunk.order) <= parameters // BUCKET + 1
-    wire = 2 if dtype == "bf16" and chunk.wire is None else 4
+    wire = 2 if dtype == "bf16" and chunk.reduction.wire is None else 4
     counted = Sharded(largest, wire, False).bytes(parameters, sum(bucket.shard.numel() for bucket in chunk.order))
     assert 0.6 * counted <= chunk.gradient_bytes() <= counted, (chunk.gradient_bytes(), counted)
     assert not any(p.main_grad.numel() == p.numel() > BUCKET for p in chunk.bucket_of)
@@ -175,22 +166,21 @@ def mutated(name):
 def mutants(models: dict, data: str) -> dict:
     """{mistake: differences from upstream}, at dp2pp2 with tied embeddings; the whole code under 'none'."""
     common = {**CLIP, **LAYOUTS["dp2pp2"], "global_batch_size": 8}
-    with plain_gradients():
-        upstream = _run(models["llama_tied"], data, **UPSTREAM, **common)
-        out = {"none": apart(_run(models["llama_tied"], data, **OURS, **common), upstream)}
-        for name in MUTANTS:
-            with mutated(name):
-                out[name] = apart(_run(models["llama_tied"], data, **OURS, **common), upstream)
+    upstream = _gathered(models["llama_tied"], data, **UPSTREAM, **common)
+    out = {"none": apart(_gathered(models["llama_tied"], data, **OURS, **common), upstream)}
+    for name in MUTANTS:
+        with mutated(name):
+            out[name] = apart(_gathered(models["llama_tied"], data, **OURS, **common), upstream)
     return out
 
 
-def _run(model, data, **flags):
+def _gathered(model, data, **flags):
+    """As ``one`` without its checks, which a mistake fails."""
     from megatron_patch.training.assemble import gather_parameters
 
-    forget_groups()
-    lines, loop = train(model, data, **flags)
+    lines, loop = _trained(model, data, **flags)
     gather_parameters(loop.job)
-    return curve(lines), curve(lines, "grad_norm"), {name: p.detach().clone() for name, p in parameters(loop).items()}
+    return _found(lines, loop)
 
 
 def unordered(model: str, data: str) -> str:
@@ -230,7 +220,6 @@ def checkpoints(models: dict, data: str, folder: str) -> dict:
         whole, _ = train(model, data, **LAYOUTS["dp4"], **reshardable, **flags, **common, save=root, save_interval=3)
         for end, more in ends.items():
             for layout in ("dp4", "dp2pp2"):
-                forget_groups()
                 again, loop = train(model, data, **LAYOUTS[layout], **reshardable, **more, **common, load=root, ckpt_step=3)
                 check_replicas(loop)
                 out[f"{name} -> {end}, {layout}"] = max(abs(a - b) for a, b in zip(curve(whole[3:]), curve(again), strict=True))

@@ -60,7 +60,7 @@ def known_gradients() -> dict:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cases = {"all-to-all": {}, "reduce-scatter": dict(reduction=reduction.ReduceScatter()), "every 2": dict(every=2),
-             "every 5": dict(every=5), "one buffer": dict(buffers=1), "bf16 wire": dict(wire=torch.bfloat16),
+             "every 5": dict(every=5), "one buffer": dict(buffers=1), "bf16 wire": dict(reduction=reduction.AllToAll(torch.bfloat16)),
              "every 2, bf16 wire": dict(every=2, reduction=reduction.AllToAll(torch.bfloat16)),
              "reduce-scatter, bf16 wire": dict(reduction=reduction.ReduceScatter(torch.bfloat16)),
              "order verified": dict(verify_order=True), "int8": dict(reduction=reduction.Int8())}

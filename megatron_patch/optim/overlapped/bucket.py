@@ -5,19 +5,20 @@ import torch
 
 class Bucket:
     """Upstream's bucket ``source`` of ``buffer``: [numel] elements in ranks equal parts; ``shard`` [numel / ranks] fp32 is this rank's.
+    ``dtype``: of the gradients while they are whole.
 
     spans: parameter -> (start, end) in the bucket. gaps: what no parameter covers, the padding. What lies in ``shard`` counts as zeros
     while ``empty``.
     """
 
-    def __init__(self, source, buffer, device):
-        self.source, self.group = source, buffer.data_parallel_group
+    def __init__(self, source, buffer, dtype):
+        self.source, self.group, self.dtype = source, buffer.data_parallel_group, dtype
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.numel, self.factor = source.grad_data.numel(), source.gradient_scaling_factor
         starts = {p: buffer.param_index_map[p][0] - source.offset for p in source.params_list}
         self.spans = {p: (start, start + p.numel()) for p, start in starts.items()}
         self.gaps = _gaps(sorted(self.spans.values()), self.numel)
-        self.shard = torch.zeros(self.numel // self.ranks, dtype=torch.float32, device=device)
+        self.shard = torch.zeros(self.numel // self.ranks, dtype=torch.float32, device=source.grad_data.device)
         self.empty = True
 
     def part(self, param) -> torch.Tensor:

@@ -15,19 +15,18 @@ import contextlib
 import torch
 
 from megatron_patch.optim.folding import DistributedDataParallel
+from megatron_patch.optim.overlapped import BUFFERS
 from megatron_patch.optim.overlapped.bucket import Bucket
 from megatron_patch.optim.overlapped.pool import Pool, Slot
 from megatron_patch.optim.overlapped.traffic import Traffic
 
-BUFFERS = 3
-
 
 class OverlappedDDP(DistributedDataParallel):
     """Upstream's class and ours for deferred scaling, same arguments. Attributes to set before construction are class attributes of a
-    subclass made by :func:`overlapped`: ``reduction`` (reduction.py), ``wire`` (dtype of gradients in the buffers, None: each
-    parameter's own), ``every`` (reduce at every n-th backward pass), ``verify_order``, ``buffers_in_use``."""
+    subclass made by :func:`overlapped`: ``reduction`` (reduction.py; the buffers are of its ``wire``, else of each parameter's dtype),
+    ``every`` (reduce at every n-th backward pass), ``verify_order``, ``buffers_in_use``."""
 
-    reduction, wire, every, verify_order, buffers_in_use = None, None, 1, False, BUFFERS
+    reduction, every, verify_order, buffers_in_use = None, 1, False, BUFFERS
 
     @property
     def bucket_size(self):
@@ -58,10 +57,9 @@ class OverlappedDDP(DistributedDataParallel):
         self.passes, self.held_back, self.launches = 0, False, []
 
     def _take_over(self, bucket, buffer):
-        taken = Bucket(bucket, buffer, buffer.grad_data.device)
-        taken.dtype = self.wire or buffer.param_dtype
+        taken = Bucket(bucket, buffer, self.reduction.wire or buffer.param_dtype)
         if self.every == 1:
-            self.pool.expect(taken.dtype, taken.numel)
+            self.pool.expect(taken)
         return taken
 
     # ---- gradients arrive ----
@@ -113,7 +111,7 @@ class OverlappedDDP(DistributedDataParallel):
             return self.local[bucket]
         where = self.late if self.running and bucket.place < self.next else self.open
         if bucket not in where:
-            where[bucket] = self.pool.take(bucket, bucket.dtype, bucket.shard.device)
+            where[bucket] = self.pool.take(bucket)
         return where[bucket]
 
     def _launch_in_order(self, all_of_them=False):
@@ -123,7 +121,7 @@ class OverlappedDDP(DistributedDataParallel):
             if not all_of_them and (slot is None or not slot.whole):
                 return
             self.next += 1
-            self._launch(bucket, self.open.pop(bucket, None) or slot or self.pool.take(bucket, bucket.dtype, bucket.shard.device))
+            self._launch(bucket, self.open.pop(bucket, None) or slot or self.pool.take(bucket))
 
     def _launch(self, bucket, slot):
         slot.complete()
@@ -217,9 +215,9 @@ class OverlappedDDP(DistributedDataParallel):
         return shards + self.pool.nbytes() + sum(slot.nbytes() for slot in self.local.values())
 
 
-def overlapped(reduction, wire=None, every=1, verify_order=False, buffers=BUFFERS) -> type:
+def overlapped(reduction, every=1, verify_order=False, buffers=BUFFERS) -> type:
     """OverlappedDDP with these choices, a class to construct as upstream's."""
-    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, wire=wire, every=every, verify_order=verify_order,
+    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, every=every, verify_order=verify_order,
                                                         buffers_in_use=buffers))
 
 

@@ -9,7 +9,7 @@ class Slot:
     """One buffer. ``data`` [numel] is the part that the current bucket uses; ``filled`` the parameters whose gradient is in it,
     ``arrived`` those of them that came in the current backward pass; ``scratch`` what a reduction keeps here."""
 
-    def __init__(self, capacity: int, dtype, device):
+    def __init__(self, capacity: int, dtype: torch.dtype, device):
         self.buffer = torch.empty(capacity, dtype=dtype, device=device)
         self.scratch, self.filled, self.arrived = {}, set(), set()
         self.bucket = self.data = self.work = None
@@ -59,18 +59,19 @@ class Pool:
         self.capacity, self.free, self.made = {}, {}, {}
         self.in_flight = deque()
 
-    def expect(self, dtype, numel: int) -> None:
-        """Buckets of ``numel`` elements of this dtype will come."""
-        self.capacity[dtype] = max(self.capacity.get(dtype, 0), numel)
-        self.free.setdefault(dtype, [])
-        self.made.setdefault(dtype, [])
+    def expect(self, bucket) -> None:
+        """This bucket will come."""
+        self.capacity[bucket.dtype] = max(self.capacity.get(bucket.dtype, 0), bucket.numel)
+        self.free.setdefault(bucket.dtype, [])
+        self.made.setdefault(bucket.dtype, [])
 
-    def take(self, bucket, dtype, device) -> Slot:
+    def take(self, bucket) -> Slot:
         """A slot for ``bucket``; waits for the oldest reduction of its dtype when all slots are in use."""
+        dtype = bucket.dtype
         while not self.free[dtype] and len(self.made[dtype]) >= self.size and any(s.buffer.dtype == dtype for s in self.in_flight):
             self.retire()
         if not self.free[dtype]:
-            slot = Slot(self.capacity[dtype], dtype, device)
+            slot = Slot(self.capacity[dtype], dtype, bucket.shard.device)
             self.made[dtype].append(slot)
             self.free[dtype].append(slot)
         return self.free[dtype].pop().open(bucket)

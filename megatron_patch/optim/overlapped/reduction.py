@@ -7,15 +7,7 @@ the slot's bucket. ``sent(slot)``: bytes that a rank sends for it. ``wire``: the
 import torch
 import torch.distributed as dist
 
-
-class Done:
-    """A handle of something that needs no waiting."""
-
-    def wait(self):
-        return True
-
-    def is_completed(self):
-        return True
+from megatron_patch.platform.cpu.uneven import Done
 
 
 class AllToAll:
@@ -69,7 +61,7 @@ class ReduceScatter:
 class Int8:
     """Blocks of 256 elements as int8 with one fp32 scale each (max |x| / 127), exchanged all to all, added in fp32."""
 
-    block = 256
+    block, wire = 256, None
 
     def start(self, slot):
         bucket = slot.bucket
