@@ -42,9 +42,9 @@ MODES = {"compute": "--use-distributed-optimizer", "none": "--use-distributed-op
          "int8": f"{OURS} --grad-comm-dtype int8"}
 BEST = ("upstream", "+fp32sum", "+bf16")
 SCENARIOS = {  # micro-batches, what the rate is found by, jitter, modes, more flags of ours
-    "GA 1": (1, ("none", 0.625), False, ("none", *BEST, "ours"), ""),
+    "GA 1": (1, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every auto"),
     "GA 1, jitter": (1, ("none", 0.625), True, ("none", *BEST, "ours"), ""),
-    "GA 4": (4, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every 4"),
+    "GA 4": (4, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every auto"),
     "GA 1, slow": (1, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), ""),
     "GA 4, slow": (4, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), "--reduce-every 4"),
 }
@@ -101,6 +101,15 @@ class Cluster:
             parent.kill()
             parent.wait()
         self.log.close()
+
+
+def save_model(folder: str) -> Path:
+    """The llama that all ranks train, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = Path(folder) / "model"
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(path)
+    return path
 
 
 def find_rate(cluster, network, mode, efficiency, compute) -> float:
@@ -209,11 +218,9 @@ def main(argv=None) -> int:
     print(f"{about['cpu']}, {about['cpus']} CPUs, load {about['load']:.1f}, {about['date']}; torch {about['torch']}, megatron-core "
           f"{about['megatron-core']}; {RANKS} ranks, bf16, layers sleep {SLEEP * 1000:.0f} + {SLEEP * 2000:.0f} ms; * best upstream")
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder, Network(RANKS, 200) as network:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(f"{folder}/model")
+        model = save_model(folder)
         for name in names:
-            result = measure(name, network, Path(folder) / "model", folder, rounds)
+            result = measure(name, network, model, folder, rounds)
             table = judged(result)
             show(result, table)
             missed += [] if options.quick else failures(result, table)

@@ -1,8 +1,9 @@
 """One rank of overlap.py: forks a process per mode, each of which obeys lines on a socket and answers each with a line of JSON.
 
 `python -m benchmarks.overlap_rank SOCKET MODEL PLAN`, inside the namespace of the rank; PLAN is JSON {mode: {flags, port, sleep}}.
-Commands: a number of steps. Compute is emulated: each layer sleeps in forward and twice as long in backward, so that four ranks on
-two cores stand for four accelerators; the real computation of a tiny micro-batch comes on top, in every mode alike.
+Commands: a number of steps, or `timeline` (of the overlapped optimizer). Compute is emulated: each layer sleeps in forward and
+twice as long in backward, so that four ranks on two cores stand for four accelerators; the real computation of a tiny micro-batch
+comes on top, in every mode alike.
 """
 
 import contextlib
@@ -37,14 +38,44 @@ class Rank:
         found = settings.parse(["--hf-model", model, *flags])
         config = model_config(found)
         self.job, self.extra = assemble(found, config, int(os.environ["WORLD_SIZE"])), ExtraLosses(config)
-        self.rank, self.number = int(os.environ["RANK"]), 0
+        self.rank, self.number, self.computed = int(os.environ["RANK"]), 0, []
         for chunk in self.job.chunks:
             chunk.train()
             for layer in chunk.module.module.decoder.layers if found.values["bf16"] else chunk.module.decoder.layers:
-                layer.register_forward_pre_hook(lambda *_: time.sleep(sleep))
-                layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * sleep))
+                layer.register_forward_pre_hook(lambda *_: self.compute("forward", sleep))
+                layer.register_full_backward_pre_hook(lambda *_: self.compute("backward", 2 * sleep))
         if mode == "compute":
             _no_communication()
+
+    def compute(self, what: str, seconds: float) -> None:
+        """The work of a layer."""
+        began = time.perf_counter()
+        time.sleep(seconds)
+        self.computed.append((what, began, time.perf_counter()))
+
+    def timeline(self) -> list:
+        """[what, begin, end] in seconds of two steps of the overlapped optimizer: step, forward, backward, reduce, gather."""
+        chunk, began = self.job.chunks[0], {}
+        traffics = {"reduce": chunk.traffic, "gather": chunk.gathering}
+
+        def keep():
+            for name, traffic in traffics.items():
+                for span in traffic.spans:  # restart() moves the start of those that still run
+                    began.setdefault(id(span), (name, span[0], span))
+
+        self.step()
+        report, chunk.report = chunk.report, lambda: (keep(), report())[1]
+        self.computed.clear()
+        marks = [time.perf_counter()]
+        for _ in range(2):
+            self.step()
+            marks.append(time.perf_counter())
+        keep()
+        self.settle()
+        del chunk.report
+        found = [*self.computed, *(("step", a, b) for a, b in zip(marks, marks[1:], strict=False))]
+        found += [(name, start, span[1] or marks[-1]) for name, start, span in began.values()]
+        return sorted([what, start - marks[0], end - marks[0]] for what, start, end in found)
 
     def batches(self):
         """The micro-batches of the next step, the same in every mode."""
@@ -118,6 +149,9 @@ def obey(path: str, mode: str, model: str, plan: dict) -> None:
     buckets = sum(len(buffer.buckets) for buffer in rank.job.chunks[0].buffers)
     answer(ready=True, buckets=buckets, parameters=sum(p.numel() for p in rank.job.chunks[0].parameters()))
     for line in lines:
+        if line.strip() == "timeline":
+            answer(timeline=rank.timeline())
+            continue
         rank.step()  # not timed: what it leaves under way is paid by the next step, as in a long run
         began, before, steps = time.perf_counter(), sent(), []
         for _ in range(int(line)):

@@ -101,6 +101,7 @@ def rank_main(target, folder):
     import importlib
     import traceback
 
+    faulthandler.enable()  # a crash in native code leaves its stack in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     folder, rank = Path(folder), os.environ["RANK"]

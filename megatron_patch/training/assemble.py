@@ -119,7 +119,8 @@ def _overlapped(overlap) -> type:
     else:
         wire = dict(fp32=torch.float32, bf16=torch.bfloat16).get(overlap.grad_comm_dtype)
         how = (reduction.AllToAll if overlap.grad_collective == "all-to-all" else reduction.ReduceScatter)(wire)
-    return overlapped(how, overlap.reduce_every, overlap.verify_grad_order)
+    limit = None if overlap.grad_memory_limit is None else int(overlap.grad_memory_limit * 2**30)
+    return overlapped(how, overlap.reduce_every, overlap.verify_grad_order, limit=limit)
 
 
 def connect(chunks: list, settings, optimizer) -> None:

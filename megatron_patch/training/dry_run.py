@@ -66,7 +66,7 @@ def _sharded(settings, config, half, world) -> Sharded:
     asked = settings.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * sizes["dp"])
     embedding = config.vocab_size * config.hidden_size // config.tensor_model_parallel_size
     wire = {None: 2 if half else 4, "fp32": 4, "bf16": 2, "int8": 2 if half else 4}[settings.overlap.grad_comm_dtype]
-    return Sharded(max(asked, embedding), wire, settings.overlap.reduce_every > 1)
+    return Sharded(max(asked, embedding), wire, settings.overlap.reduce_every not in (1, "auto"))
 
 
 def _headline(config, world, sizes) -> str:

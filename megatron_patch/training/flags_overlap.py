@@ -7,6 +7,14 @@ from typing import Any, Literal
 from megatron_patch.training.flags_options import flag
 
 
+def every(text: str) -> int | str:
+    """A number, or auto."""
+    return text if text == 'auto' else int(text)
+
+
+every.expected = 'a number or auto'
+
+
 @dataclass(frozen=True)
 class OverlapSettings:
     """Gradients reduced into shards under the backward pass."""
@@ -16,8 +24,11 @@ class OverlapSettings:
     --use-distributed-optimizer."""
     reduce_bucket_size: int | None = None
     """Ours: parameters in a bucket of --overlapped-distributed-optimizer; as --ddp-bucket-size when not given."""
-    reduce_every: int = 1
-    """Ours: reduce at every n-th micro-batch and at the last; above 1 a full-size fp32 gradient is kept on every rank."""
+    reduce_every: int = flag(1, type=every)
+    """Ours: reduce at every n-th micro-batch and at the last; above 1 a full-size fp32 gradient is kept on every rank. auto: as seldom as
+    it takes to hide reductions, from what the second step took."""
+    grad_memory_limit: float | None = None
+    """Ours: GiB of gradients that --reduce-every auto may hold on a rank."""
     grad_comm_dtype: Literal['fp32', 'bf16', 'int8'] | None = flag(None, choices=['fp32', 'bf16', 'int8'], type=str)
     """Ours: dtype of gradients on the wire, that of the parameters when not given; sums are fp32. int8 is in blocks of 256,
     experimental."""
@@ -27,7 +38,7 @@ class OverlapSettings:
     """Ours: check before each reduction that all ranks reduce the same bucket; slow, for debugging."""
 
 
-NEED = ('reduce_bucket_size', 'reduce_every', 'grad_comm_dtype', 'grad_collective', 'verify_grad_order')
+NEED = ('reduce_bucket_size', 'reduce_every', 'grad_memory_limit', 'grad_comm_dtype', 'grad_collective', 'verify_grad_order')
 EXCLUDED = {
     'ddp_num_buckets': 'give --reduce-bucket-size',
     'ddp_reduce_scatter_with_fp32_accumulation': 'sums are fp32 already',
@@ -68,8 +79,10 @@ def overlapped(v: Mapping[str, Any], given: frozenset[str]) -> str | None:
     if v['optimizer'] != 'adam':
         return f'--optimizer {v["optimizer"]} does not go with {name}: megatron-core shards the state of adam only'
     for field in ('reduce_bucket_size', 'reduce_every'):
-        if v[field] is not None and v[field] < 1:
+        if v[field] not in (None, 'auto') and v[field] < 1:
             return f'--{field.replace("_", "-")} {v[field]}: expected 1 or more'
+    if v['grad_memory_limit'] is not None and v['reduce_every'] != 'auto':
+        return f'--grad-memory-limit {v["grad_memory_limit"]} needs --reduce-every auto'
     if v['grad_comm_dtype'] == 'int8' and v['grad_collective'] != 'all-to-all':
         return '--grad-comm-dtype int8 needs --grad-collective all-to-all: blocks with scales cannot be summed on the way'
     return None

@@ -3,7 +3,8 @@
 Keys: iteration, consumed_samples, consumed_tokens, lm_loss (global token mean), grad_norm, lr (used by this iteration),
 loss_scale, skipped (1: no update, fp16 overflow), tokens_per_second, step_ms; valid_loss and test_loss where evaluated;
 balancing and multi-token prediction losses by name where the model has them. With --overlapped-distributed-optimizer, of rank 0:
-comm_exposed_ms (the step waited), comm_overlap (share of communication under computation), comm_bytes (sent), grad_bytes (held).
+comm_exposed_ms (the step waited), comm_overlap (share of communication under computation), comm_bytes (sent), grad_bytes (held),
+reduce_every (micro-batches between two reductions).
 """
 
 import json

@@ -58,7 +58,8 @@ def communication(job: Job) -> dict:
     parts = [chunk.report() for chunk in job.chunks if hasattr(chunk, "report")]
     if not parts:
         return {}
-    return {name: (min if name == "comm_overlap" else sum)(part[name] for part in parts) for name in parts[0]}
+    how = dict(comm_overlap=min, reduce_every=max)
+    return {name: how.get(name, sum)(part[name] for part in parts) for name in parts[0]}
 
 
 @torch.no_grad()

@@ -154,3 +154,13 @@ def test_shared_memory_operations(readable):
 def test_ranks_of_other_machines_use_gloo():
     """Where one rank cannot reach the memory, every rank uses gloo."""
     assert run_ranks(2, "tests.platform.shared:apart", timeout=110) == [True, True]
+
+
+@pytest.mark.timeout(120)
+def test_blocks_of_collectives():
+    """Many coalesced blocks under way at once bring the right numbers, each through handles of their own: gloo's coalesced all-gather,
+    which corrupts memory then, is not used (long comparisons of optimizers died of it)."""
+    for found in run_ranks(3, "tests.platform.gathers:many", 20, timeout=110):
+        assert found["right"] and found["at_once"] and found["total"] == 3 * 12.0, found
+        assert found["handles"] == ["megatron_patch.platform.cpu.coalescing"] and found["works"] == 3, found
+        assert "open on this group already" in found["nested"], found

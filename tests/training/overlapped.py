@@ -94,8 +94,8 @@ def layouts(models: dict, data: str, cases: list) -> dict:
     for model, layout, flags in cases:
         common = {**CLIP, **LAYOUTS[layout], "global_batch_size": 8, **flags}
         ours = {key: common.pop(key) for key in list(common) if key in ("reduce_every", "grad_comm_dtype")}
-        out["/".join([model, layout, *sorted(flags)])] = apart(one(models[model], data, **OURS, **ours, **common),
-                                                              one(models[model], data, **UPSTREAM, **common))
+        name = "/".join([model, layout, *(f"{flag}={value}" for flag, value in sorted(flags.items()))])
+        out[name] = apart(one(models[model], data, **OURS, **ours, **common), one(models[model], data, **UPSTREAM, **common))
     return out
 
 

@@ -1,5 +1,8 @@
 """Run on ranks: gradients that are known by hand, through OverlappedDDP on a module of a few parameters."""
 
+import contextlib
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -88,6 +91,50 @@ def known_gradients() -> dict:
         assert ddp.every == 1 or ddp.gradient_bytes() == 4 * sum(b.numel + b.shard.numel() for b in ddp.order), name
         assert len(ddp.launches) == len(ddp.order) * (3 if ddp.every == 1 else 2 if ddp.every == 2 else 1), (name, ddp.launches)
         out[name] = apart
+    return out
+
+
+class Slow:
+    """All to all whose handles are ready 50 ms after their launch on rank 1."""
+
+    def __new__(cls):
+        from megatron_patch.optim.overlapped import reduction
+
+        class Late(reduction.AllToAll):
+            def start(self, slot):
+                work, ready = super().start(slot), time.monotonic() + 0.05 * dist.get_rank()
+
+                class Handle:
+                    def wait(self):
+                        time.sleep(max(ready - time.monotonic(), 0))
+                        return work.wait()
+
+                    def is_completed(self):
+                        return time.monotonic() > ready and work.is_completed()
+
+                return Handle()
+
+        return Late()
+
+
+def auto() -> dict:
+    """{case: what --reduce-every auto has chosen after four steps of four micro-batches, bytes of gradients, how wrong they are}."""
+    rank, ranks, out = dist.get_rank(), dist.get_world_size(), {}
+    for name, choices in {"slow": dict(reduction=Slow()), "limited": dict(reduction=Slow(), limit=500), "quick": {}}.items():
+        module, ddp = build(every="auto", **choices)
+        for _ in range(4):
+            ddp.zero_grad_buffer()
+            for micro in range(4):
+                time.sleep(0.05 * (name == "quick"))
+                with ddp.no_sync() if micro < 3 else contextlib.nullcontext():
+                    ddp({"first": 1.0 + rank + micro, "second": 2.0, "third": 3.0, "last": 4.0 * rank}).backward()
+            ddp.finish_grad_sync()
+            ddp.report()
+        expected = {"first": sum(1.0 + r + m for r in range(ranks) for m in range(4)) / ranks, "second": 8.0, "third": 12.0,
+                    "last": 16.0 * sum(range(ranks)) / ranks}
+        apart = max([0.0, *((getattr(module, label).main_grad - value).abs().max().item() for label, value in expected.items()
+                            if getattr(module, label).main_grad.numel())])
+        out[name] = dict(every=ddp.every, bytes=ddp.gradient_bytes(), apart=apart)
     return out
 
 

@@ -13,14 +13,15 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 CASES = {
     2: [["llama", "one", {}], ["llama", "tp2", {}], ["llama", "pp2", {}], ["llama_tied", "pp2", {}], ["llama", "cp2", {}],
         ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp2", FP16]],
-    4: [["llama", "sp", {}], ["qwen3", "sp", {}], ["llama_tied", "dp2pp2", {}], ["llama_tied", "pp2vpp2", {}], ["llama", "dp2cp2", {}],
+    # of one layout side by side: its process groups are made once
+    4: [["llama", "sp", {}], ["qwen3", "sp", {}], ["bloom", "tp2", {}], ["llama_tied", "dp2pp2", {}], ["gpt_oss", "dp2pp2", {}],
+        ["llama_tied", "dp2pp2", {"reduce_every": 3, "global_batch_size": 32}], ["llama_tied", "pp2vpp2", {}], ["llama", "dp2cp2", {}],
         ["llama", "tp2pp2", {}], ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "ep4", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp4", FP16],
-        ["llama", "dp4", {"reduce_every": 2}], ["llama_tied", "dp2pp2", {"reduce_every": 3}], ["llama", "dp4", RECOMPUTE],
-        ["gpt_oss", "dp2pp2", {}], ["bloom", "tp2", {}]],
+        ["llama", "dp4", {"reduce_every": 2, "global_batch_size": 24}],
+        ["llama", "dp4", {"reduce_every": "auto", "global_batch_size": 24}], ["llama", "dp4", RECOMPUTE]],
 }  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bitwise(models, data, ranks):
@@ -35,7 +36,6 @@ def test_bitwise(models, data, ranks):
             assert apart["loss"] <= 1e-6 and apart["weights"] <= 1e-5, (case, apart)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("ranks", list(CASES))
 def test_layouts(models, data, ranks):
@@ -66,7 +66,6 @@ def test_order_is_verified(models, data):
         assert "--verify-grad-order" in text and "launch 1 of this step" in text, text
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_checkpoints(models, data, tmp_path):
     """Saved with either optimizer, resumed with the other, with other buckets, other DP and PP sizes, or none of both: the losses of
@@ -123,6 +122,26 @@ def test_reductions_begin_under_the_backward_pass():
     for seen, launches, buckets in run_ranks(2, "tests.training.overlapped_units:overlap", timeout=90):
         assert buckets >= 2 and launches == list(range(buckets)), launches
         assert seen[-1] >= 1 and seen == sorted(seen) and seen[0] == 0, seen
+
+
+@pytest.mark.parametrize("reduction, compute, passes, fits, wanted", [
+    (1.0, 1.0, 8, True, 1), (1.0, 0.97, 8, True, 1), (1.2, 1.0, 8, True, 2), (3.0, 1.0, 8, True, 3), (30.0, 1.0, 8, True, 8),
+    (30.0, 1.0, 8, False, 1), (30.0, 1.0, 1, True, 1)])  # fmt: skip
+def test_auto_hides_reductions(reduction, compute, passes, fits, wanted):
+    """--reduce-every auto: the least number of micro-batches that hides a reduction (5 % over counts as hidden), no more than there
+    are, and 1 without room for a whole gradient."""
+    from megatron_patch.optim.overlapped.pace import every
+
+    assert every(reduction, compute, passes, fits) == wanted
+
+
+@pytest.mark.timeout(100)
+def test_auto_measures():
+    """Reductions that take long are made less often from the third step on, the same on all ranks though one only is slow; short ones
+    and a limit on memory leave shards. The gradients stay right."""
+    for found in run_ranks(2, "tests.training.overlapped_units:auto", timeout=90):
+        assert found["slow"]["every"] == 4 and found["quick"]["every"] == 1 and found["limited"]["every"] == 1, found
+        assert all(case["apart"] <= 1e-6 for case in found.values()), found
 
 
 @pytest.mark.timeout(100)

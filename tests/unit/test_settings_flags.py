@@ -42,6 +42,7 @@ NEEDS = {
     'exp_avg_sq_dtype': PRECISION_AWARE, 'fp8_param_gather': [*DISTRIBUTED, *FP8],
     'num_distributed_optimizer_instances': DISTRIBUTED,
     **dict.fromkeys(['reduce_bucket_size', 'reduce_every', 'grad_comm_dtype', 'grad_collective', 'verify_grad_order'], OVERLAPPED),
+    'grad_memory_limit': [*OVERLAPPED, '--reduce-every', 'auto'],
     'expert_model_parallel_size': EXPERTS, 'moe_latent_size': EXPERTS, 'expert_tensor_parallel_size': [*EXPERTS, '--disable-bias-linear'],
     'moe_layer_freq': EXPERTS, 'moe_router_load_balancing_type': EXPERTS, 'moe_aux_loss_coeff': EXPERTS,
     'moe_expert_capacity_factor': EXPERTS, 'moe_shared_expert_intermediate_size': EXPERTS,
@@ -70,6 +71,7 @@ NEEDS = {
 }
 # A valid value where the first one that comes to mind is not.
 VALUES = {
+    'reduce_every': ['auto'],
     'window_size': ['(8,0)'], 'window_attn_skip_freq': ['[1,0]*2'], 'no_rope_freq': ['[0,1]*2'],
     'moe_layer_freq': ['[0]+[1]*3'], 'linear_attention_freq': ['[1,0]*2'],
     'pipeline_model_parallel_layout': ['Et|t|t|tL'], 'num_query_groups': ['2'],

@@ -17,16 +17,18 @@ import torch
 from megatron_patch.optim.folding import DistributedDataParallel
 from megatron_patch.optim.overlapped import BUFFERS
 from megatron_patch.optim.overlapped.bucket import Bucket
+from megatron_patch.optim.overlapped.pace import AUTO, Pace
 from megatron_patch.optim.overlapped.pool import Pool, Slot
-from megatron_patch.optim.overlapped.traffic import Traffic
+from megatron_patch.optim.overlapped.traffic import Traffic, summary
 
 
 class OverlappedDDP(DistributedDataParallel):
     """Upstream's class and ours for deferred scaling, same arguments. Attributes to set before construction are class attributes of a
     subclass made by :func:`overlapped`: ``reduction`` (reduction.py; the buffers are of its ``wire``, else of each parameter's dtype),
-    ``every`` (reduce at every n-th backward pass), ``verify_order``, ``buffers_in_use``."""
+    ``every`` (reduce at every n-th backward pass, or "auto": pace.py), ``limit`` (bytes of gradients for "auto"), ``verify_order``,
+    ``buffers_in_use``."""
 
-    reduction, every, verify_order, buffers_in_use = None, 1, False, BUFFERS
+    reduction, every, limit, verify_order, buffers_in_use = None, 1, None, False, BUFFERS
 
     @property
     def bucket_size(self):
@@ -39,7 +41,8 @@ class OverlappedDDP(DistributedDataParallel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.traffic = Traffic()
+        self.traffic, self.gathering = Traffic(), Traffic()
+        paced, self.every = self.every == AUTO, 1 if self.every == AUTO else self.every
         self.pool = Pool(self.buffers_in_use, self.reduction, self.traffic)
         self.order = _in_order_of_arrival([self._take_over(bucket, buffer) for buffer in self.buffers + self.expert_parallel_buffers
                                            for bucket in buffer.buckets], list(self.module.parameters()))
@@ -52,7 +55,12 @@ class OverlappedDDP(DistributedDataParallel):
             bucket.place = place
             for p in bucket.spans:
                 p.main_grad = bucket.part(p)
-        self.local = {b: Slot(b.numel, torch.float32, b.shard.device).open(b) for b in self.order} if self.every > 1 else {}
+        self.local, self.pace = {}, None
+        self._keep_whole() if self.every > 1 else None
+        if paced:
+            sizes = [b.numel for b in self.order]
+            received = self.buffers_in_use * max(sizes, default=0)
+            self.pace = Pace(self.limit, 4 * sum(b.shard.numel() for b in self.order), 4 * (sum(sizes) + received))
         self.open, self.late, self.next, self.running = {}, {}, 0, False
         self.passes, self.held_back, self.launches = 0, False, []
 
@@ -61,6 +69,11 @@ class OverlappedDDP(DistributedDataParallel):
         if self.every == 1:
             self.pool.expect(taken)
         return taken
+
+    def _keep_whole(self):
+        """From now on gradients are summed here before they are reduced."""
+        self.local = {b: Slot(b.numel, torch.float32, b.shard.device).open(b) for b in self.order}
+        self.pool.empty()
 
     # ---- gradients arrive ----
 
@@ -172,8 +185,15 @@ class OverlappedDDP(DistributedDataParallel):
             self.pool.drain()
             for bucket in self.order:
                 bucket.settle()
+            self._set_pace()
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.param_gather_dispatched = False
+
+    def _set_pace(self):
+        chosen = self.pace and self.pace.ends(self.passes, self.traffic.seconds(), self.traffic.exposed, self.intra_dp_cp_group)
+        if chosen and chosen > 1:
+            self.every = chosen
+            self._keep_whole()
 
     def scale_gradients(self, scaling_factor) -> None:
         """Multiply all shards by ``scaling_factor``, now or when the optimizer steps."""
@@ -185,6 +205,8 @@ class OverlappedDDP(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the last step."""
         self.pending, self.passes, self.launches = 1.0, 0, []
+        if self.pace:
+            self.pace.begins()
         for bucket in self.order:
             bucket.empty = True
 
@@ -201,12 +223,13 @@ class OverlappedDDP(DistributedDataParallel):
                 group.start_param_sync()
                 sent = sum(b.param_data.numel() * b.param_data.element_size() for b in group.buckets)
                 ranks = group.intra_distributed_optimizer_instance_size
-                group.param_gather_handle = self.traffic.begins(group.param_gather_handle, sent // ranks * (ranks - 1))
+                group.param_gather_handle = self.gathering.begins(group.param_gather_handle, sent // ranks * (ranks - 1))
 
     def report(self) -> dict:
         """What the last step's communication cost (traffic.py), and grad_bytes; counting begins anew."""
-        found = {**self.traffic.summary(), "grad_bytes": self.gradient_bytes()}
+        found = {**summary(self.traffic, self.gathering), "grad_bytes": self.gradient_bytes(), "reduce_every": self.every}
         self.traffic.restart()
+        self.gathering.restart()
         return found
 
     def gradient_bytes(self) -> int:
@@ -215,9 +238,9 @@ class OverlappedDDP(DistributedDataParallel):
         return shards + self.pool.nbytes() + sum(slot.nbytes() for slot in self.local.values())
 
 
-def overlapped(reduction, every=1, verify_order=False, buffers=BUFFERS) -> type:
+def overlapped(reduction, every=1, verify_order=False, buffers=BUFFERS, limit=None) -> type:
     """OverlappedDDP with these choices, a class to construct as upstream's."""
-    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, every=every, verify_order=verify_order,
+    return type("OverlappedDDP", (OverlappedDDP,), dict(reduction=reduction, every=every, limit=limit, verify_order=verify_order,
                                                         buffers_in_use=buffers))
 
 

@@ -100,6 +100,10 @@ class Pool:
     def _own(self, slot) -> bool:
         return slot in self.made.get(slot.buffer.dtype, ())
 
+    def empty(self) -> None:
+        """Let go of all slots; none may be in use."""
+        self.free, self.made = {dtype: [] for dtype in self.free}, {dtype: [] for dtype in self.made}
+
     def drain(self) -> None:
         """Wait for all, and let go of slots beyond ``size``."""
         while self.in_flight:

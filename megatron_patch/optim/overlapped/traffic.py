@@ -41,11 +41,12 @@ class Traffic:
             until = max(until, end)
         return total
 
-    def summary(self) -> dict:
-        """comm_exposed_ms, comm_overlap (the share of communication under computation, 0 to 1) and comm_bytes of the step."""
-        running = self.seconds()
-        overlap = max(1 - self.exposed / running, 0.0) if running else 1.0
-        return dict(comm_exposed_ms=round(self.exposed * 1000, 3), comm_overlap=round(overlap, 4), comm_bytes=self.sent)
+
+def summary(*traffics: Traffic) -> dict:
+    """comm_exposed_ms, comm_overlap (the share of communication under computation, 0 to 1) and comm_bytes of the step."""
+    exposed, running = sum(t.exposed for t in traffics), sum(t.seconds() for t in traffics)
+    overlap = max(1 - exposed / running, 0.0) if running else 1.0
+    return dict(comm_exposed_ms=round(exposed * 1000, 3), comm_overlap=round(overlap, 4), comm_bytes=sum(t.sent for t in traffics))
 
 
 class Watched:

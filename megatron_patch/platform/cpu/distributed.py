@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 
-from megatron_patch.platform.cpu import shared_memory, uneven
+from megatron_patch.platform.cpu import coalescing, shared_memory, uneven
 from megatron_patch.platform.cpu.devices import only_if_missing
 from megatron_patch.platform.ledger import StandIn
 
@@ -60,6 +60,10 @@ def _mesh(original):
     return init_device_mesh
 
 
+def _collected(make):
+    return lambda original: coalescing.collected(make(original))
+
+
 class ProcessGroupNCCL:
     """What remains of it: options that can be filled in, and are then dropped."""
 
@@ -79,8 +83,10 @@ def rows():
             StandIn(f"{module}:barrier", _barrier, state, "gloo takes no device_ids"),
             StandIn(f"{module}:ProcessGroupNCCL", only_if_missing(ProcessGroupNCCL), state, "absent from CPU builds of torch"),
         ]
-        table += [StandIn(f"{module}:{name}", make, buffers, "gloo's goes over TCP, between processes of one machine too")
+        table += [StandIn(f"{module}:{name}", _collected(make), buffers, "gloo's goes over TCP, between processes of one machine too")
                   for name, make in shared_memory.stand_ins().items()]
+        table += [StandIn(f"{module}:{name}", make, buffers, "several coalesced all-gathers at once corrupt memory on gloo")
+                  for name, make in (("_coalescing_manager", coalescing.manager), ("all_reduce", coalescing.collected))]
         table += [StandIn(f"{module}:{name}", make, "megatron/core/tensor_parallel/mappings.py", "gloo takes no lists of unequal tensors")
                   for name, make in uneven.stand_ins().items()]
     for module in ("torch.distributed", "torch.distributed.device_mesh"):
