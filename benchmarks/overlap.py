@@ -15,6 +15,7 @@ The rate is found first: no-overlap's efficiency must lie in 0.55 to 0.70; for i
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ else:  # run as a file
     from train_vs_hf import machine, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS, BUCKET, SLEEP = 4, 400_000, 0.015
+RANKS, BUCKET, SLEEP = 4, 300_000, 0.03
 MODEL = dict(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4, intermediate_size=704, vocab_size=512,
              max_position_embeddings=64, tie_word_embeddings=False)
 UPSTREAM = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size {BUCKET}"
@@ -54,7 +55,7 @@ class Cluster:
     """The processes of all modes of one scenario."""
 
     def __init__(self, network, model: Path, modes, micro_batches: int, more: str, folder: str):
-        self.network, self.channels, path = network, {}, f"{folder}/socket"
+        self.network, self.channels, self.pids, path = network, {}, {}, f"{folder}/socket"
         Path(path).unlink(missing_ok=True)
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
@@ -70,8 +71,11 @@ class Cluster:
             lines = server.accept()[0].makefile("rw")
             hello = json.loads(lines.readline())
             self.channels[hello["mode"], hello["rank"]] = lines
+            self.pids.setdefault(hello["mode"], []).append(hello["pid"])
         server.close()
         ready = [json.loads(lines.readline()) for lines in self.channels.values()]
+        for mode in self.pids:
+            self._signal(mode, signal.SIGSTOP)
         self.buckets, self.parameters = max(found["buckets"] for found in ready), ready[0]["parameters"]
 
     def _start(self, rank, path, model, plan):
@@ -82,22 +86,32 @@ class Cluster:
 
     def run(self, mode: str, steps: int) -> dict:
         """``steps`` steps on all ranks: the slowest rank's seconds a step; bytes sent, gradients and memory of rank 0."""
+        found = self.tell(mode, str(steps))
+        return {**found[0], "seconds": max(one["seconds"] for one in found)}
+
+    def tell(self, mode: str, command: str) -> list[dict]:
+        """What the ranks of ``mode`` answer to a command. Those of other modes are stopped: gloo's threads poll 100 times a second."""
+        self._signal(mode, signal.SIGCONT)
         mine = [self.channels[mode, rank] for rank in range(RANKS)]
         for lines in mine:
-            lines.write(f"{steps}\n")
+            lines.write(f"{command}\n")
             lines.flush()
         found = [lines.readline() for lines in mine]
+        self._signal(mode, signal.SIGSTOP)
         if not all(found):
             raise RuntimeError(f"a rank of mode {mode} ended:\n{Path(self.log.name).read_text(errors='replace')[-3000:]}")
-        found = [json.loads(line) for line in found]
-        return {**found[0], "seconds": max(one["seconds"] for one in found)}
+        return [json.loads(line) for line in found]
+
+    def _signal(self, mode, number):
+        for pid in self.pids[mode]:
+            os.kill(pid, number)
 
     def close(self):
         """End the processes."""
         for lines in self.channels.values():
             lines.close()
         for parent in self.parents:
-            subprocess.run(["pkill", "-P", str(parent.pid)], check=False)
+            subprocess.run(["pkill", "-KILL", "-P", str(parent.pid)], check=False)
             parent.kill()
             parent.wait()
         self.log.close()
@@ -110,6 +124,11 @@ def save_model(folder: str) -> Path:
     path = Path(folder) / "model"
     LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(path)
     return path
+
+
+def timed(micro_batches: int) -> int:
+    """Steps of a mode that are timed in a round."""
+    return 2 if micro_batches == 1 else 1
 
 
 def find_rate(cluster, network, mode, efficiency, compute) -> float:
@@ -135,19 +154,20 @@ def measure(name: str, network, model, folder, rounds: int) -> dict:
             cluster.run(mode, 2)
         before = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
         rate = find_rate(cluster, network, by, efficiency, statistics.median(before))
+        cluster.tell("ours", "choose_pace")
         if jitter:
             network.jitter()
         found = {mode: [] for mode in modes}
         for number in range(rounds):
             for mode in modes if number % 2 == 0 else reversed(modes):
-                found[mode].append(cluster.run(mode, 2))
+                found[mode].append(cluster.run(mode, timed(micro_batches)))
         network.steady()
         after = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
     finally:
         network.steady()
         cluster.close()
-    return dict(name=name, rate=rate, rounds=rounds, buckets=cluster.buckets, parameters=cluster.parameters, compute=[before, after],
-                modes=found)
+    return dict(name=name, rate=rate, rounds=rounds, steps=timed(micro_batches), buckets=cluster.buckets, parameters=cluster.parameters,
+                compute=[before, after], modes=found)
 
 
 def judged(result: dict) -> dict:
@@ -194,14 +214,15 @@ def failures(result: dict, table: dict) -> list[str]:
 def show(result: dict, table: dict) -> None:
     """The table of one scenario."""
     before, after = (statistics.median(part) for part in result["compute"])
-    print(f"\n{result['name']}: {result['rate']:.0f} Mbit/s, {result['rounds']} rounds of 2 steps, {result['buckets']} buckets, "
-          f"compute-only {before:.3f} s before, {after:.3f} s after\n"
-          "mode       step s   eff.  / none (range)      / best (range)      sent MB  gradients MB  peak RSS MiB   loss")
+    print(f"\n{result['name']}: {result['rate']:.0f} Mbit/s, {result['rounds']} rounds of {result['steps']} steps, "
+          f"{result['buckets']} buckets, compute-only {before:.3f} s before, {after:.3f} s after\n"
+          "mode       step s   eff.  / none (range)      / best (range)      sent MB  gradients MB  peak RSS MiB  every   loss")
     for mode, row in table.items():
         ratios = [f"{v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" if (v := row.get(key)) else "" for key in ("to_none", "to_best")]
-        loss = result["modes"][mode][-1]["steps"][-1]["loss"]
+        last = result["modes"][mode][-1]["steps"][-1]
         print(f"{mode + '*' * (mode == row['best']):9} {row['seconds']:7.3f}  {row['efficiency']:5.2f}  {ratios[0]:18}  {ratios[1]:18}  "
-              f"{row['sent'] / 1e6:7.1f}  {row['gradient_bytes'] / 1e6:12.1f}  {row['peak_mib']:12.0f}   {loss:.5f}", flush=True)
+              f"{row['sent'] / 1e6:7.1f}  {row['gradient_bytes'] / 1e6:12.1f}  {row['peak_mib']:12.0f}  "
+              f"{last.get('reduce_every', ''):>5}   {last['loss']:.5f}", flush=True)
 
 
 def main(argv=None) -> int:

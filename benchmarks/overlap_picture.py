@@ -7,7 +7,6 @@ parameters, each where it began and ended.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -73,11 +72,7 @@ def main(argv=None) -> int:
         cluster = overlap.Cluster(network, overlap.save_model(folder), ("ours",), options.micro_batches, "", folder)
         try:
             cluster.run("ours", 2)
-            mine = [cluster.channels["ours", rank] for rank in range(overlap.RANKS)]
-            for lines in mine:
-                lines.write("timeline\n")
-                lines.flush()
-            found = [json.loads(lines.readline())["timeline"] for lines in mine][0]
+            found = cluster.tell("ours", "timeline")[0]["answer"]
         finally:
             cluster.close()
     caption = (f"dark blue: backward, light blue: forward. {cluster.parameters / 1e6:.1f}M parameters in {cluster.buckets} buckets, "

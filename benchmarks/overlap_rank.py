@@ -1,9 +1,9 @@
 """One rank of overlap.py: forks a process per mode, each of which obeys lines on a socket and answers each with a line of JSON.
 
 `python -m benchmarks.overlap_rank SOCKET MODEL PLAN`, inside the namespace of the rank; PLAN is JSON {mode: {flags, port, sleep}}.
-Commands: a number of steps, or `timeline` (of the overlapped optimizer). Compute is emulated: each layer sleeps in forward and
-twice as long in backward, so that four ranks on two cores stand for four accelerators; the real computation of a tiny micro-batch
-comes on top, in every mode alike.
+Commands: a number of steps; of the overlapped optimizer also `timeline` and `choose_pace`. Compute is emulated: each layer sleeps in
+forward and twice as long in backward, so that four ranks on two cores stand for four accelerators; the real computation of a tiny
+micro-batch comes on top, in every mode alike.
 """
 
 import contextlib
@@ -44,8 +44,22 @@ class Rank:
             for layer in chunk.module.module.decoder.layers if found.values["bf16"] else chunk.module.decoder.layers:
                 layer.register_forward_pre_hook(lambda *_: self.compute("forward", sleep))
                 layer.register_full_backward_pre_hook(lambda *_: self.compute("backward", 2 * sleep))
+        self._hold_pace(1)
         if mode == "compute":
             _no_communication()
+
+    def _hold_pace(self, chosen: int | None) -> None:
+        """--reduce-every auto keeps ``chosen``; None: it measures again."""
+        for chunk in self.job.chunks:
+            if getattr(chunk, "pace", None):
+                chunk.pace.chosen, chunk.pace.step = chosen, 0
+
+    def choose_pace(self) -> int:
+        """What --reduce-every auto chooses at the rate that the links have now."""
+        self._hold_pace(None)
+        for _ in range(3):
+            self.step()
+        return self.job.chunks[0].every
 
     def compute(self, what: str, seconds: float) -> None:
         """The work of a layer."""
@@ -144,13 +158,13 @@ def obey(path: str, mode: str, model: str, plan: dict) -> None:
         lines.write(json.dumps(found) + "\n")
         lines.flush()
 
-    answer(mode=mode, rank=int(os.environ["RANK"]))
+    answer(mode=mode, rank=int(os.environ["RANK"]), pid=os.getpid())
     rank = Rank(mode, model, plan["flags"], plan["sleep"])
     buckets = sum(len(buffer.buckets) for buffer in rank.job.chunks[0].buffers)
     answer(ready=True, buckets=buckets, parameters=sum(p.numel() for p in rank.job.chunks[0].parameters()))
     for line in lines:
-        if line.strip() == "timeline":
-            answer(timeline=rank.timeline())
+        if line.strip() in ("timeline", "choose_pace"):
+            answer(answer=getattr(rank, line.strip())())
             continue
         rank.step()  # not timed: what it leaves under way is paid by the next step, as in a long run
         began, before, steps = time.perf_counter(), sent(), []
