@@ -95,7 +95,7 @@ def wrap(bare: list, settings, half: bool) -> list:
     known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     ddp = DistributedDataParallelConfig(**{name: value for name, value in settings.ddp.items() if name in known and value is not None})
     overlap, out = settings.overlap.overlapped_distributed_optimizer, []
-    kind = _overlapped(settings.overlap) if overlap else DistributedDataParallel
+    kind = _overlapped(settings.overlap, len(bare)) if overlap else DistributedDataParallel
     for number, chunk in enumerate(bare):
         inner = Float16Module(chunk.config, chunk) if half else chunk
         # Only the first chunk's buckets overlap with the rest of the pipeline, as in Megatron-LM.
@@ -109,8 +109,8 @@ def wrap(bare: list, settings, half: bool) -> list:
     return out
 
 
-def _overlapped(overlap) -> type:
-    """The DDP class of --overlapped-distributed-optimizer."""
+def _overlapped(overlap, chunks: int) -> type:
+    """The DDP class of --overlapped-distributed-optimizer, for each of so many chunks on this rank."""
     from megatron_patch.optim.overlapped import reduction
     from megatron_patch.optim.overlapped.ddp import overlapped
 
@@ -119,7 +119,7 @@ def _overlapped(overlap) -> type:
     else:
         wire = dict(fp32=torch.float32, bf16=torch.bfloat16).get(overlap.grad_comm_dtype)
         how = (reduction.AllToAll if overlap.grad_collective == "all-to-all" else reduction.ReduceScatter)(wire)
-    limit = None if overlap.grad_memory_limit is None else int(overlap.grad_memory_limit * 2**30)
+    limit = None if overlap.grad_memory_limit is None else int(overlap.grad_memory_limit * 2**30 / chunks)
     return overlapped(how, overlap.reduce_every, overlap.verify_grad_order, limit=limit)
 
 

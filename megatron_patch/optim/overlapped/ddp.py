@@ -190,7 +190,7 @@ class OverlappedDDP(DistributedDataParallel):
             group.param_gather_dispatched = False
 
     def _set_pace(self):
-        chosen = self.pace and self.pace.ends(self.passes, self.traffic.seconds(), self.traffic.exposed, self.intra_dp_cp_group)
+        chosen = self.pace and self.pace.ends(self.passes, self.traffic.seconds(), self.traffic.exposed)
         if chosen and chosen > 1:
             self.every = chosen
             self._keep_whole()

@@ -27,16 +27,19 @@ class Pace:
         self.step += 1
         self.since = time.perf_counter()
 
-    def ends(self, passes: int, communication: float, waited: float, group) -> int | None:
+    def ends(self, passes: int, communication: float, waited: float) -> int | None:
         """All gradients of a step of so many ``passes`` are there: seconds that reductions ran and that the step waited for them. Returns
-        the choice when this was the measured step, the same one on all ranks of ``group``."""
-        if self.chosen is not None or self.step != MEASURED or not passes:
+        the choice when this was the measured step: the most that a rank wants, 1 where one has no room. Collective over all ranks, which
+        reduce in different groups (experts across tensor-parallel ranks) and must agree in each."""
+        if self.chosen is not None or self.step != MEASURED:
             return None
-        compute = (time.perf_counter() - self.since - waited) / passes
-        wanted = every(communication / passes, compute, passes, self.fits)
-        told = torch.tensor(wanted, dtype=torch.int64, device=self._device(group))
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
-        self.chosen = int(told)
+        wanted = 1
+        if passes:
+            wanted = every(communication / passes, (time.perf_counter() - self.since - waited) / passes, passes)
+        told = torch.tensor([wanted, 0 if self.fits else 1], dtype=torch.int64, device=self._device())
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+        most, no_room = told.tolist()
+        self.chosen = 1 if no_room else most
         return self.chosen
 
     @property
@@ -45,12 +48,12 @@ class Pace:
         return self.limit is None or self.held + self.whole <= self.limit
 
     @staticmethod
-    def _device(group):
-        return "cpu" if torch.distributed.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    def _device():
+        return "cpu" if torch.distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
-def every(reduction: float, compute: float, passes: int, fits: bool) -> int:
-    """The least number of micro-batches of ``compute`` seconds that hide a ``reduction``; 1 without room, and at most ``passes``."""
-    if passes == 1 or not fits or reduction <= HIDDEN * compute:
+def every(reduction: float, compute: float, passes: int) -> int:
+    """The least number of micro-batches of ``compute`` seconds that hide a ``reduction``, at most ``passes``."""
+    if passes == 1 or reduction <= HIDDEN * compute:
         return 1
     return min(math.ceil(reduction / (HIDDEN * compute)), passes)
