@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import time
 
 import torch
 
+from megatron_patch.platform.cpu.coalescing import Block
 from tests.training.jobs import DTYPES, LAYOUTS, check_replicas, check_tied, curve, parameters, train
 
 BUCKET = 5000  # elements: 10 buckets and more in every model
@@ -73,6 +75,14 @@ def bitwise(model: str, data: str, ranks: int) -> dict:
                            **({} if collective == "all-to-all" else flags))
                 out[f"{dtype} {collective} GA{batch // (2 * ranks)}"] = apart(ours, upstream)
     return out
+
+
+def fifty(model: str, data: str) -> list:
+    """[|loss difference| from upstream] at each of 50 steps of four micro-batches in fp32, DP 2."""
+    common = dict(**CLIP, train_iters=50, global_batch_size=16)
+    ours, upstream = (one(model, data, **flags, **common) for flags in (
+        OURS, dict(UPSTREAM, ddp_reduce_scatter_with_fp32_accumulation=True)))
+    return [abs(a - b) for a, b in zip(ours[0], upstream[0], strict=True)]
 
 
 def check_sharded(chunk, *, dtype) -> None:
@@ -181,6 +191,29 @@ def _gathered(model, data, **flags):
     lines, loop = _trained(model, data, **flags)
     gather_parameters(loop.job)
     return _found(lines, loop)
+
+
+def late(model: str, data: str) -> dict:
+    """{case: differences from the same run} when rank 1 starts every gathering late, and when forward does not wait for it besides."""
+    from unittest import mock
+
+    from megatron_patch.optim.overlapped import ddp, traffic
+
+    gather = ddp.OverlappedDDP.gather
+
+    def slowly(self, groups):
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.2)
+        gather(self, groups)
+
+    common, out = {**OURS, **CLIP, "train_iters": 4}, {}
+    plain = _gathered(model, data, **common)
+    with mock.patch.object(ddp.OverlappedDDP, "gather", slowly):
+        out["late"] = apart(_gathered(model, data, **common), plain)
+        wait = traffic.Watched.wait
+        with mock.patch.object(traffic.Watched, "wait", lambda self: isinstance(self.work, Block) or wait(self)):
+            out["not waited for"] = apart(_gathered(model, data, **common), plain)
+    return out
 
 
 def unordered(model: str, data: str) -> str:

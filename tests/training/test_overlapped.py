@@ -36,6 +36,23 @@ def test_bitwise(models, data, ranks):
             assert apart["loss"] <= 1e-6 and apart["weights"] <= 1e-5, (case, apart)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_fifty_steps(models, data):
+    """Another order of addition does not grow: four micro-batches in fp32 stay within 1e-5 of upstream's losses for 50 steps (B116)."""
+    for found in run_ranks(2, "tests.training.overlapped:fifty", models["llama"], data, timeout=290):
+        print(f"largest |loss difference| of steps 1 to 10: {max(found[:10]):.1e}, of 50: {max(found):.1e}")
+        assert len(found) == 51 and max(found[:10]) <= 1e-6 and max(found) <= 1e-5, found
+
+
+@pytest.mark.timeout(100)
+def test_forward_waits_for_late_gathers(models, data):
+    """A rank that starts to gather late changes nothing on the others; a forward pass that does not wait would be seen (B122)."""
+    ranks = run_ranks(2, "tests.training.overlapped:late", models["llama"], data, timeout=90)
+    assert all(found["late"]["bitwise"] for found in ranks), ranks
+    assert max(found["not waited for"]["loss"] for found in ranks) > 1e-4, ranks
+
+
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("ranks", list(CASES))
 def test_layouts(models, data, ranks):
@@ -128,7 +145,7 @@ def test_reductions_begin_under_the_backward_pass():
     (1.0, 1.0, 8, 1), (1.0, 0.97, 8, 1), (1.2, 1.0, 8, 2), (3.0, 1.0, 8, 3), (30.0, 1.0, 8, 8), (30.0, 1.0, 1, 1)])  # fmt: skip
 def test_auto_hides_reductions(reduction, compute, passes, wanted):
     """--reduce-every auto: the least number of micro-batches that hides a reduction (5 % over counts as hidden), no more than there
-    are."""
+    are (B119)."""
     from megatron_patch.optim.overlapped.pace import every
 
     assert every(reduction, compute, passes) == wanted

@@ -75,10 +75,14 @@ def collected(original):
         if not _open:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
-        block = _open.get(given.arguments.get("group") or dist.group.WORLD)
+        group = given.arguments.get("group") or dist.group.WORLD
+        block = _open.pop(group, None)  # the original may call this again (torch function modes do), or other collectives
         if block is None:
             return original(*args, **kwargs)
         given.arguments["async_op"] = True
-        block.append(original(*given.args, **given.kwargs))
+        try:
+            block.append(original(*given.args, **given.kwargs))
+        finally:
+            _open[group] = block
 
     return collective
