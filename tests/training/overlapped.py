@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import time
 
 import torch
 
-from megatron_patch.platform.cpu.coalescing import Block
 from tests.training.jobs import DTYPES, LAYOUTS, check_replicas, check_tied, curve, parameters, train
 
 BUCKET = 5000  # elements: 10 buckets and more in every model
@@ -193,26 +191,35 @@ def _gathered(model, data, **flags):
     return _found(lines, loop)
 
 
+class Late:
+    """The handle of a gathering that takes place only when it is waited for, or ``never``."""
+
+    def __init__(self, group, never):
+        self.group, self.never = group, never
+
+    def wait(self):
+        if not self.never:
+            self.group.param_gather_handle, self.group.param_gather_dispatched = None, False
+            self.group.start_param_sync()
+            self.group.param_gather_handle.wait()
+
+
 def late(model: str, data: str) -> dict:
-    """{case: differences from the same run} when rank 1 starts every gathering late, and when forward does not wait for it besides."""
+    """{case: differences from the same run} when parameters come at the last moment, and when they come after it."""
     from unittest import mock
 
-    from megatron_patch.optim.overlapped import ddp, traffic
+    from megatron_patch.optim.overlapped import ddp
 
-    gather = ddp.OverlappedDDP.gather
-
-    def slowly(self, groups):
-        if torch.distributed.get_rank() == 1:
-            time.sleep(0.2)
-        gather(self, groups)
+    def gather(never, groups):
+        for group in groups:
+            if not group.param_gather_dispatched:
+                group.param_gather_handle, group.param_gather_dispatched = Late(group, never), True
 
     common, out = {**OURS, **CLIP, "train_iters": 4}, {}
     plain = _gathered(model, data, **common)
-    with mock.patch.object(ddp.OverlappedDDP, "gather", slowly):
-        out["late"] = apart(_gathered(model, data, **common), plain)
-        wait = traffic.Watched.wait
-        with mock.patch.object(traffic.Watched, "wait", lambda self: isinstance(self.work, Block) or wait(self)):
-            out["not waited for"] = apart(_gathered(model, data, **common), plain)
+    for name, never in (("late", False), ("not waited for", True)):
+        with mock.patch.object(ddp.OverlappedDDP, "gather", lambda self, groups, never=never: gather(never, groups)):
+            out[name] = apart(_gathered(model, data, **common), plain)
     return out
 
 

@@ -1,7 +1,6 @@
 """Run on ranks: gradients that are known by hand, through OverlappedDDP on a module of a few parameters."""
 
 import contextlib
-import time
 
 import torch
 import torch.distributed as dist
@@ -94,44 +93,37 @@ def known_gradients() -> dict:
     return out
 
 
-class Slow:
-    """All to all whose handles are ready 50 ms after their launch on rank 1."""
+class Clock:
+    """A step of four micro-batches of 100 s each, by the clock of pace.py."""
 
-    def __new__(cls):
-        from megatron_patch.optim.overlapped import reduction
+    def __init__(self):
+        self.now = 0.0
 
-        class Late(reduction.AllToAll):
-            def start(self, slot):
-                work, ready = super().start(slot), time.monotonic() + 0.05 * dist.get_rank()
-
-                class Handle:
-                    def wait(self):
-                        time.sleep(max(ready - time.monotonic(), 0))
-                        return work.wait()
-
-                    def is_completed(self):
-                        return time.monotonic() > ready and work.is_completed()
-
-                return Handle()
-
-        return Late()
+    def perf_counter(self) -> float:
+        self.now += 400.0
+        return self.now
 
 
 def auto() -> dict:
-    """{case: what --reduce-every auto has chosen after four steps of four micro-batches, bytes of gradients, how wrong they are}."""
+    """{case: what --reduce-every auto has chosen after four steps of four micro-batches, bytes of gradients, how wrong they are};
+    a reduction of a micro-batch is said to take 400 s on rank 1 and 40 s elsewhere, 40 s on all in case 'quick'."""
+    from unittest import mock
+
+    from megatron_patch.optim.overlapped import pace
+
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), {}
     limits = {"limited": 500, "limited on one rank": 500 if rank == 1 else None}
     for name in ("slow", "limited", "limited on one rank", "quick"):
-        choices = {} if name == "quick" else dict(reduction=Slow(), limit=limits.get(name))
-        module, ddp = build(every="auto", **choices)
-        for _ in range(4):
-            ddp.zero_grad_buffer()
-            for micro in range(4):
-                time.sleep(0.05 * (name == "quick"))
-                with ddp.no_sync() if micro < 3 else contextlib.nullcontext():
-                    ddp({"first": 1.0 + rank + micro, "second": 2.0, "third": 3.0, "last": 4.0 * rank}).backward()
-            ddp.finish_grad_sync()
-            ddp.report()
+        module, ddp = build(every="auto", limit=limits.get(name))
+        reduction = 400.0 if rank == 1 and name != "quick" else 40.0
+        with mock.patch.object(pace, "time", Clock()), mock.patch.object(ddp.traffic, "seconds", lambda seconds=4 * reduction: seconds):
+            for _ in range(4):
+                ddp.zero_grad_buffer()
+                for micro in range(4):
+                    with ddp.no_sync() if micro < 3 else contextlib.nullcontext():
+                        ddp({"first": 1.0 + rank + micro, "second": 2.0, "third": 3.0, "last": 4.0 * rank}).backward()
+                ddp.finish_grad_sync()
+                ddp.report()
         expected = {"first": sum(1.0 + r + m for r in range(ranks) for m in range(4)) / ranks, "second": 8.0, "third": 12.0,
                     "last": 16.0 * sum(range(ranks)) / ranks}
         apart = max([0.0, *((getattr(module, label).main_grad - value).abs().max().item() for label, value in expected.items()

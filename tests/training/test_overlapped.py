@@ -47,7 +47,8 @@ def test_fifty_steps(models, data):
 
 @pytest.mark.timeout(100)
 def test_forward_waits_for_late_gathers(models, data):
-    """A rank that starts to gather late changes nothing on the others; a forward pass that does not wait would be seen (B122)."""
+    """Parameters that come only when a forward pass waits for them change nothing: it waits for each before its use. One that does not
+    wait is seen (B122)."""
     ranks = run_ranks(2, "tests.training.overlapped:late", models["llama"], data, timeout=90)
     assert all(found["late"]["bitwise"] for found in ranks), ranks
     assert max(found["not waited for"]["loss"] for found in ranks) > 1e-4, ranks
