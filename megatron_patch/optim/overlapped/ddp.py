@@ -56,7 +56,8 @@ class OverlappedDDP(DistributedDataParallel):
             for p in bucket.spans:
                 p.main_grad = bucket.part(p)
         self.local, self.pace = {}, None
-        self._keep_whole() if self.every > 1 else None
+        if self.every > 1:
+            self._keep_whole()
         if paced:
             sizes = [b.numel for b in self.order]
             received = self.buffers_in_use * max(sizes, default=0)

@@ -130,7 +130,7 @@ def _make(group) -> Window | None:
     told = [(_machine(), os.getpid(), fd)]
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     memory = _map(*told[0], size)
-    mapped = _tell(memory is not None, group)  # not all_reduce: inside a coalescing block that would wait
+    mapped = _tell(memory is not None, group)
     if fd >= 0:
         os.close(fd)
     if not all(mapped):
