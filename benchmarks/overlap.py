@@ -235,7 +235,6 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     rounds = options.rounds or (3 if options.quick else 15)
     names = options.only or list(SCENARIOS)[: 1 if options.quick else None]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is taken away
     about, began, results, missed = machine(), time.time(), [], []
     print(f"{about['cpu']}, {about['cpus']} CPUs, load {about['load']:.1f}, {about['date']}; torch {about['torch']}, megatron-core "
           f"{about['megatron-core']}; {RANKS} ranks, bf16, layers sleep {SLEEP * 1000:.0f} + {SLEEP * 2000:.0f} ms; * best upstream")

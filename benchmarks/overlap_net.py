@@ -6,7 +6,9 @@ that runs inside. Only the rate is emulated: tc's tbf, 64 kB bursts; no delay, n
 
 import os
 import random
+import signal
 import subprocess
+import sys
 import threading
 
 PREFIX = f"ovl{os.getpid() % 100000}"
@@ -25,6 +27,7 @@ class Network:
         return f"{PREFIX}r{rank}"
 
     def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go then too
         try:
             _ip("netns", "add", self.bridge)
             self._in(self.bridge, "ip", "link", "add", "br0", "type", "bridge")

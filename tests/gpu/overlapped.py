@@ -37,11 +37,12 @@ def main(platform: str, folder: str, data: str, out: str) -> None:
     """All cases on the ranks that torchrun started; rank 0 writes {case: differences} to ``out``."""
     import torch
 
-    from megatron_patch import parallel
     from megatron_patch import platform as platforms
-    from megatron_patch.training.run import close_processes
 
     here = platforms.activate(platform)
+    from megatron_patch import parallel
+    from megatron_patch.training.run import close_processes
+
     if here.device.type == "cuda":
         torch.cuda.set_device(here.device)
         torch.use_deterministic_algorithms(True, warn_only=True)
