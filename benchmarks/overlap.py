@@ -13,6 +13,7 @@ The rate is found first: no-overlap's efficiency must lie in 0.55 to 0.70; for i
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -26,13 +27,15 @@ from pathlib import Path
 
 if __package__:
     from benchmarks.overlap_net import Network
+    from benchmarks.overlap_rank import SEQ_LENGTH
     from benchmarks.train_vs_hf import machine, write_json
 else:  # run as a file
     from overlap_net import Network
+    from overlap_rank import SEQ_LENGTH
     from train_vs_hf import machine, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS, BUCKET, SLEEP = 4, 300_000, 0.03
+RANKS, BUCKET = 4, 300_000
 MODEL = dict(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4, intermediate_size=704, vocab_size=512,
              max_position_embeddings=64, tie_word_embeddings=False)
 UPSTREAM = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size {BUCKET}"
@@ -42,30 +45,64 @@ MODES = {"compute": "--use-distributed-optimizer", "none": "--use-distributed-op
          "+fp32sum": f"{UPSTREAM} {FP32SUM}", "+bf16": f"{UPSTREAM} {FP32SUM} --grad-reduce-in-bf16", "ours": OURS,
          "int8": f"{OURS} --grad-comm-dtype int8"}
 BEST = ("upstream", "+fp32sum", "+bf16")
-SCENARIOS = {  # micro-batches, what the rate is found by, jitter, modes, more flags of ours
-    "GA 1": (1, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every auto"),
-    "GA 1, jitter": (1, ("none", 0.625), True, ("none", *BEST, "ours"), ""),
-    "GA 4": (4, ("none", 0.625), False, ("none", *BEST, "ours"), "--reduce-every auto"),
-    "GA 1, slow": (1, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), ""),
-    "GA 4, slow": (4, ("+bf16", 0.55), False, (*BEST, "ours", "int8"), "--reduce-every 4"),
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is measured at which rate."""
+
+    micro_batches: int
+    by: str  # the rate is such that this mode has about
+    efficiency: float
+    sleep: float  # seconds of a layer's forward; its backward takes twice as long
+    more: str = ""  # flags of ours
+    jitter: bool = False
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that take turns."""
+        return (*(["none"] if self.by == "none" else []), *BEST, "ours", *(["int8"] if self.by != "none" else []))
+
+    @property
+    def steps(self) -> int:
+        """Steps of a mode that are timed in a round."""
+        return 2 if self.micro_batches == 1 else 1
+
+
+SCENARIOS = {
+    "GA 1": Scenario(1, "none", 0.61, 0.05, "--reduce-every auto"),
+    "GA 1, jitter": Scenario(1, "none", 0.61, 0.05, jitter=True),
+    "GA 4": Scenario(4, "none", 0.61, 0.015, "--reduce-every auto"),
+    "GA 1, slow": Scenario(1, "+bf16", 0.45, 0.02),
+    "GA 4, slow": Scenario(4, "+bf16", 0.45, 0.01, "--reduce-every 4"),
 }
 
 
 class Cluster:
     """The processes of all modes of one scenario."""
 
-    def __init__(self, network, model: Path, modes, micro_batches: int, more: str, folder: str):
-        self.network, self.channels, self.pids, path = network, {}, {}, f"{folder}/socket"
+    def __init__(self, network, model: Path, modes, scenario: Scenario, folder: str):
+        self.network, self.channels, self.pids, self.parents, path = network, {}, {}, [], f"{folder}/socket"
         Path(path).unlink(missing_ok=True)
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen(RANKS * len(modes))
-        common = (f"--bf16 --micro-batch-size 1 --global-batch-size {RANKS * micro_batches} --seq-length 32 --train-iters 100000 --lr 1e-4 "
-                  "--lr-decay-style constant --clip-grad 1.0 --transformer-impl native")
-        flags = {mode: f"{common} {MODES[mode]} {more if OURS in MODES[mode] else ''}".split() for mode in modes}
-        plan = {mode: dict(flags=flags[mode], port=29600 + number, sleep=SLEEP) for number, mode in enumerate(modes)}
+        common = (f"--bf16 --micro-batch-size 1 --global-batch-size {RANKS * scenario.micro_batches} --seq-length {SEQ_LENGTH} "
+                  "--train-iters 100000 --lr 1e-4 --lr-decay-style constant --clip-grad 1.0 --transformer-impl native")
+        flags = {mode: f"{common} {MODES[mode]} {scenario.more if OURS in MODES[mode] else ''}".split() for mode in modes}
+        plan = {mode: dict(flags=flags[mode], port=29600 + number, sleep=scenario.sleep) for number, mode in enumerate(modes)}
         self.log = open(f"{folder}/log", "ab")  # noqa: SIM115
-        self.parents = [self._start(rank, path, model, plan) for rank in range(RANKS)]
+        try:
+            self.parents += [self._start(rank, path, model, plan) for rank in range(RANKS)]
+            self._meet(server, modes)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise RuntimeError(f"the ranks did not start:\n{Path(self.log.name).read_text(errors='replace')[-3000:]}") from error
+            raise
+
+    def _meet(self, server, modes):
         server.settimeout(240)
         for _ in range(RANKS * len(modes)):
             lines = server.accept()[0].makefile("rw")
@@ -126,11 +163,6 @@ def save_model(folder: str) -> Path:
     return path
 
 
-def timed(micro_batches: int) -> int:
-    """Steps of a mode that are timed in a round."""
-    return 2 if micro_batches == 1 else 1
-
-
 def find_rate(cluster, network, mode, efficiency, compute) -> float:
     """The rate at which ``mode`` has about this efficiency; left set. Time beyond compute is taken to go with 1 / rate."""
     rate = network.mbit
@@ -145,29 +177,29 @@ def find_rate(cluster, network, mode, efficiency, compute) -> float:
     return rate
 
 
-def measure(name: str, network, model, folder, rounds: int) -> dict:
+def measure(name: str, scenario: Scenario, network, model, folder, rounds: int) -> dict:
     """One scenario."""
-    micro_batches, (by, efficiency), jitter, modes, more = SCENARIOS[name]
-    cluster = Cluster(network, model, ("compute", *modes), micro_batches, more, folder)
+    modes, steps = scenario.modes, scenario.steps
+    cluster = Cluster(network, model, ("compute", *modes), scenario, folder)
     try:
         for mode in ("compute", *modes):
             cluster.run(mode, 2)
         before = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
-        rate = find_rate(cluster, network, by, efficiency, statistics.median(before))
+        rate = find_rate(cluster, network, scenario.by, scenario.efficiency, statistics.median(before))
         cluster.tell("ours", "choose_pace")
-        if jitter:
+        if scenario.jitter:
             network.jitter()
         found = {mode: [] for mode in modes}
         for number in range(rounds):
             for mode in modes if number % 2 == 0 else reversed(modes):
-                found[mode].append(cluster.run(mode, timed(micro_batches)))
+                found[mode].append(cluster.run(mode, steps))
         network.steady()
         after = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
     finally:
         network.steady()
         cluster.close()
-    return dict(name=name, rate=rate, rounds=rounds, steps=timed(micro_batches), buckets=cluster.buckets, parameters=cluster.parameters,
-                compute=[before, after], modes=found)
+    return dict(name=name, rate=rate, rounds=rounds, steps=steps, sleep=scenario.sleep, buckets=cluster.buckets,
+                parameters=cluster.parameters, compute=[before, after], modes=found)
 
 
 def judged(result: dict) -> dict:
@@ -215,7 +247,8 @@ def show(result: dict, table: dict) -> None:
     """The table of one scenario."""
     before, after = (statistics.median(part) for part in result["compute"])
     print(f"\n{result['name']}: {result['rate']:.0f} Mbit/s, {result['rounds']} rounds of {result['steps']} steps, "
-          f"{result['buckets']} buckets, compute-only {before:.3f} s before, {after:.3f} s after\n"
+          f"{result['buckets']} buckets, layers of {result['sleep'] * 1000:.0f} + {result['sleep'] * 2000:.0f} ms, "
+          f"compute-only {before:.3f} s before, {after:.3f} s after\n"
           "mode       step s   eff.  / none (range)      / best (range)      sent MB  gradients MB  peak RSS MiB  every   loss")
     for mode, row in table.items():
         ratios = [f"{v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" if (v := row.get(key)) else "" for key in ("to_none", "to_best")]
@@ -228,7 +261,7 @@ def show(result: dict, table: dict) -> None:
 def main(argv=None) -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds of the first scenario; judges no speed")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of the first scenario with shorter layers; judges no speed")
     parser.add_argument("--rounds", type=int, help="rounds per scenario (15, with --quick 3)")
     parser.add_argument("--only", metavar="SCENARIO", action="append", choices=list(SCENARIOS), help="may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
@@ -237,11 +270,12 @@ def main(argv=None) -> int:
     names = options.only or list(SCENARIOS)[: 1 if options.quick else None]
     about, began, results, missed = machine(), time.time(), [], []
     print(f"{about['cpu']}, {about['cpus']} CPUs, load {about['load']:.1f}, {about['date']}; torch {about['torch']}, megatron-core "
-          f"{about['megatron-core']}; {RANKS} ranks, bf16, layers sleep {SLEEP * 1000:.0f} + {SLEEP * 2000:.0f} ms; * best upstream")
+          f"{about['megatron-core']}; {RANKS} ranks, bf16; * best upstream")
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder, Network(RANKS, 2000) as network:
         model = save_model(folder)
         for name in names:
-            result = measure(name, network, model, folder, rounds)
+            scenario = dataclasses.replace(SCENARIOS[name], sleep=0.02) if options.quick else SCENARIOS[name]
+            result = measure(name, scenario, network, model, folder, rounds)
             table = judged(result)
             show(result, table)
             missed += [] if options.quick else failures(result, table)

@@ -68,8 +68,9 @@ def main(argv=None) -> int:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--out", type=Path, default=overlap.ROOT / "docs/overlapped_optimizer.svg")
     options, about = parser.parse_args(argv), machine()
+    scenario = overlap.Scenario(options.micro_batches, "", 0, 0.03)
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder, Network(overlap.RANKS, options.mbit) as network:
-        cluster = overlap.Cluster(network, overlap.save_model(folder), ("ours",), options.micro_batches, "", folder)
+        cluster = overlap.Cluster(network, overlap.save_model(folder), ("ours",), scenario, folder)
         try:
             cluster.run("ours", 2)
             found = cluster.tell("ours", "timeline")[0]["answer"]

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 
-SEQ_LENGTH = 32
+SEQ_LENGTH = 4  # the computation is the layers' sleep; without bf16 instructions real products would cost more than it
 
 
 class Rank:
@@ -44,20 +44,20 @@ class Rank:
             for layer in chunk.module.module.decoder.layers if found.values["bf16"] else chunk.module.decoder.layers:
                 layer.register_forward_pre_hook(lambda *_: self.compute("forward", sleep))
                 layer.register_full_backward_pre_hook(lambda *_: self.compute("backward", 2 * sleep))
-        self._hold_pace(1)
+        for pace in self._paces():
+            pace.chosen = 1
         if mode == "compute":
             _no_communication()
 
-    def _hold_pace(self, chosen: int | None) -> None:
-        """--reduce-every auto keeps ``chosen``; None: it measures again."""
-        for chunk in self.job.chunks:
-            if getattr(chunk, "pace", None):
-                chunk.pace.chosen, chunk.pace.step = chosen, 0
+    def _paces(self) -> list:
+        """--reduce-every auto of each chunk."""
+        return [chunk.pace for chunk in self.job.chunks if getattr(chunk, "pace", None)]
 
     def choose_pace(self) -> int:
         """What --reduce-every auto chooses at the rate that the links have now."""
-        self._hold_pace(None)
-        for _ in range(3):
+        for pace in self._paces():
+            pace.restart()
+        while not all(pace.chosen for pace in self._paces()):
             self.step()
         return self.job.chunks[0].every
 

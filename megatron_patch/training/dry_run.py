@@ -41,7 +41,7 @@ def dry_run(settings) -> int:
     if found:
         check_common(found, common, settings, config)
     sources = [*_source(settings, config, found), *_data(settings, config), *_outputs(settings)]
-    stages = _stages(settings, config, world)
+    stages = _stages(settings, config, world, length.micro_batches)
     print("\n".join([_headline(config, world, sizes), _lengths(length), *table(stages), *sources]), flush=True)
     for name in uncounted(config):
         print(f"note: the parameters of {name} are not counted")
@@ -53,20 +53,22 @@ def _vocabulary(settings) -> int | None:
     return None if settings.run.hf_model else run_tokenizer(settings, settings.gpt.padded_vocab_size).vocab_size
 
 
-def _stages(settings, config, world) -> list[StageSize]:
+def _stages(settings, config, world, micro_batches) -> list[StageSize]:
     half, distributed = is_half(config), settings.optimizer["use_distributed_optimizer"]
     grad_bytes = 2 if half and not settings.ddp.get("grad_reduce_in_fp32") else 4
-    return stage_sizes(config, world, distributed_optimizer=distributed, grad_bytes=grad_bytes, half=half,
-                       sharded=_sharded(settings, config, half, world) if settings.overlap.overlapped_distributed_optimizer else None)
+    sharded = _sharded(settings, config, world, micro_batches) if settings.overlap.overlapped_distributed_optimizer else None
+    return stage_sizes(config, world, distributed_optimizer=distributed, grad_bytes=grad_bytes, half=half, sharded=sharded)
 
 
-def _sharded(settings, config, half, world) -> Sharded:
-    """Buckets are as large as asked for, or as the largest tensor, the embedding."""
-    sizes = layout_sizes(config, world)
+def _sharded(settings, config, world, micro_batches) -> Sharded:
+    """Buckets are as large as asked for, or as the largest tensor, the embedding. A sum over micro-batches travels in fp32."""
+    sizes, overlap = layout_sizes(config, world), settings.overlap
     asked = settings.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * sizes["dp"])
     embedding = config.vocab_size * config.hidden_size // config.tensor_model_parallel_size
-    wire = {None: 2 if half else 4, "fp32": 4, "bf16": 2, "int8": 2 if half else 4}[settings.overlap.grad_comm_dtype]
-    return Sharded(max(asked, embedding), wire, settings.overlap.reduce_every not in (1, "auto"))
+    given = {"fp32": 4, "bf16": 2}.get(overlap.grad_comm_dtype)
+    wire, summed = given or (2 if is_half(config) else 4), given or 4
+    limit = None if overlap.grad_memory_limit is None else overlap.grad_memory_limit * 2**30
+    return Sharded(max(asked, embedding), wire, summed if overlap.reduce_every != 1 and micro_batches > 1 else 0, limit)
 
 
 def _headline(config, world, sizes) -> str:

@@ -18,18 +18,21 @@ NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 @dataclass(frozen=True)
 class Sharded:
     """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` of ``bucket`` elements with what was
-    received beside them, ``wire`` bytes an element, and with ``full`` a whole fp32 gradient for --reduce-every above 1."""
+    received beside them, ``wire`` bytes an element. With --reduce-every above 1 (auto: where that stays within ``limit`` bytes) a whole
+    fp32 gradient, and ``summed`` bytes an element of what is received; 0: gradients of one micro-batch are reduced."""
 
     bucket: int
     wire: int
-    full: bool
+    summed: int = 0
+    limit: float | None = None
     buffers: int = BUFFERS
 
     def bytes(self, parameters: int, shard: int) -> int:
         """Of a rank with so many ``parameters``, ``shard`` of them its own."""
-        own = 0 if self.full else self.buffers * min(self.bucket, parameters) * self.wire
-        received = self.buffers * min(self.bucket, parameters) * self.wire
-        return 4 * shard + own + received + (4 * parameters if self.full else 0)
+        elements = self.buffers * min(self.bucket, parameters)
+        sharded, whole = (4 * shard + 2 * elements * wire for wire in (self.wire, self.summed))
+        whole += 4 * parameters
+        return whole if self.summed and (self.limit is None or whole <= self.limit) else sharded
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def check_sharded(chunk, *, dtype) -> None:
     largest = max(bucket.numel for bucket in chunk.order)
     assert len(chunk.order) >= 10 and len(chunk.order) <= parameters // BUCKET + 1
     wire = 2 if dtype == "bf16" and chunk.reduction.wire is None else 4
-    counted = Sharded(largest, wire, False).bytes(parameters, sum(bucket.shard.numel() for bucket in chunk.order))
+    counted = Sharded(largest, wire).bytes(parameters, sum(bucket.shard.numel() for bucket in chunk.order))
     assert 0.6 * counted <= chunk.gradient_bytes() <= counted, (chunk.gradient_bytes(), counted)
     assert not any(p.main_grad.numel() == p.numel() > BUCKET for p in chunk.bucket_of)
 

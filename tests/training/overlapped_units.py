@@ -94,42 +94,54 @@ def known_gradients() -> dict:
 
 
 class Clock:
-    """A step of four micro-batches of 100 s each, by the clock of pace.py."""
+    """The clock of pace.py: a step takes ``often`` seconds, ``once`` when its micro-batches are reduced once."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, ddp, often: float, once: float):
+        self.ddp, self.often, self.once, self.now = ddp, often, once, 0.0
 
     def perf_counter(self) -> float:
-        self.now += 400.0
+        self.now += self.often if self.ddp.every == 1 else self.once
         return self.now
 
 
 def auto() -> dict:
-    """{case: what --reduce-every auto has chosen after four steps of four micro-batches, bytes of gradients, how wrong they are};
-    a reduction of a micro-batch is said to take 400 s on rank 1 and 40 s elsewhere, 40 s on all in case 'quick'."""
+    """{case: after how many micro-batches --reduce-every auto reduces in each of eight steps, bytes of gradients at the end, how wrong
+    any of their gradients were}."""
     from unittest import mock
 
     from megatron_patch.optim.overlapped import pace
 
-    rank, ranks, out = dist.get_rank(), dist.get_world_size(), {}
-    limits = {"limited": 500, "limited on one rank": 500 if rank == 1 else None}
-    for name in ("slow", "limited", "limited on one rank", "quick"):
-        module, ddp = build(every="auto", limit=limits.get(name))
-        reduction = 400.0 if rank == 1 and name != "quick" else 40.0
-        with mock.patch.object(pace, "time", Clock()), mock.patch.object(ddp.traffic, "seconds", lambda seconds=4 * reduction: seconds):
-            for _ in range(4):
-                ddp.zero_grad_buffer()
-                for micro in range(4):
-                    with ddp.no_sync() if micro < 3 else contextlib.nullcontext():
-                        ddp({"first": 1.0 + rank + micro, "second": 2.0, "third": 3.0, "last": 4.0 * rank}).backward()
-                ddp.finish_grad_sync()
-                ddp.report()
-        expected = {"first": sum(1.0 + r + m for r in range(ranks) for m in range(4)) / ranks, "second": 8.0, "third": 12.0,
-                    "last": 16.0 * sum(range(ranks)) / ranks}
-        apart = max([0.0, *((getattr(module, label).main_grad - value).abs().max().item() for label, value in expected.items()
-                            if getattr(module, label).main_grad.numel())])
-        out[name] = dict(every=ddp.every, bytes=ddp.gradient_bytes(), apart=apart)
+    first = dist.get_rank() == 0
+    cases = {  # seconds of a step reduced often and once, of waiting, limit on memory, micro-batches
+        "faster on one rank": (100.0, 90.0 if first else 50.0, 9.0 if first else 0.0, None, 4), "as fast": (100.0, 99.0, 9.0, None, 4),
+        "one slower": (100.0, 90.0 if first else 110.0, 9.0, None, 4), "no wait": (100.0, 50.0, 1.0, None, 4),
+        "one pass": (100.0, 50.0, 9.0, None, 1), "limited": (100.0, 50.0, 9.0, 500, 4),
+        "limited on one rank": (100.0, 50.0, 9.0, 500 if first else None, 4)}
+    out = {}
+    for name, (often, once, waited, limit, passes) in cases.items():
+        module, ddp = build(every="auto", limit=limit)
+        every, apart = [], []
+        with mock.patch.object(pace, "time", Clock(ddp, often, once)):
+            for _ in range(8):
+                apart.append(_step(module, ddp, passes))
+                every.append(ddp.every)
+                ddp.pace.waited = waited
+        out[name] = dict(every=every, bytes=ddp.gradient_bytes(), apart=max(apart))
     return out
+
+
+def _step(module, ddp, passes) -> float:
+    """One step of so many micro-batches; how wrong its gradients are."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ddp.zero_grad_buffer()
+    for micro in range(passes):
+        with ddp.no_sync() if micro < passes - 1 else contextlib.nullcontext():
+            ddp({"first": 1.0 + rank + micro, "second": 2.0, "third": 3.0, "last": 4.0 * rank}).backward()
+    ddp.finish_grad_sync()
+    expected = {"first": sum(1.0 + r + m for r in range(ranks) for m in range(passes)) / ranks, "second": 2.0 * passes,
+                "third": 3.0 * passes, "last": 4.0 * passes * sum(range(ranks)) / ranks}
+    parts = {label: getattr(module, label).main_grad for label in expected}
+    return max([0.0, *((part - expected[label]).abs().max().item() for label, part in parts.items() if part.numel())])
 
 
 def overlap() -> list:

@@ -171,6 +171,22 @@ def test_optimizer_bytes(models, model, sizes):
             assert (stage.weights, stage.gradients) == (stage.parameters * (2 if half else 4), stage.parameters * 4)
 
 
+@pytest.mark.parametrize(("argv", "micro_batches", "billions"), [
+    ([], 4, 3.5 + 0.48), (["--grad-comm-dtype", "fp32"], 4, 3.5 + 0.96), (["--reduce-every", "2"], 4, 31.5 + 0.96),
+    (["--reduce-every", "2", "--grad-comm-dtype", "bf16"], 4, 31.5 + 0.48), (["--reduce-every", "auto"], 4, 31.5 + 0.96),
+    (["--reduce-every", "auto"], 1, 3.5 + 0.48), (["--reduce-every", "auto", "--grad-memory-limit", "30"], 4, 3.5 + 0.48),
+    (["--reduce-every", "auto", "--grad-memory-limit", "31"], 4, 31.5 + 0.96)])
+def test_bytes_of_sharded_gradients(models, argv, micro_batches, billions):
+    """7 billion parameters, eight ranks, buckets of 40 million, bf16: the formula of docs/overlapped_optimizer.md by hand; what a dry
+    run counts for --reduce-every auto is the most that the run may take."""
+    from megatron_patch.training.dry_run import _sharded
+    from megatron_patch.translate import load_config
+
+    found = settings("--bf16", "--overlapped-distributed-optimizer", "--reduce-bucket-size", "40000000", *argv)
+    sharded = _sharded(found, load_config(models["llama"], bf16=True), 8, micro_batches)
+    assert sharded.bytes(7_000_000_000, 875_000_000) == pytest.approx(billions * 1e9)
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     (["--log-interval", "0"], "--log-interval 0 must be positive"),
     (["--make-vocab-size-divisible-by", "0"], "--make-vocab-size-divisible-by 0 must be positive"),

@@ -60,7 +60,7 @@ class OverlappedDDP(DistributedDataParallel):
             self._keep_whole()
         if paced:
             sizes = [b.numel for b in self.order]
-            received = self.buffers_in_use * max(sizes, default=0)
+            received = 2 * self.buffers_in_use * max(sizes, default=0)
             self.pace = Pace(self.limit, 4 * sum(b.shard.numel() for b in self.order), 4 * (sum(sizes) + received))
         self.open, self.late, self.next, self.running = {}, {}, 0, False
         self.passes, self.held_back, self.launches = 0, False, []
@@ -186,14 +186,17 @@ class OverlappedDDP(DistributedDataParallel):
             self.pool.drain()
             for bucket in self.order:
                 bucket.settle()
-            self._set_pace()
+            if self.pace:
+                on_host = all(bucket.shard.device.type == "cpu" for bucket in self.order)  # else only the device waits
+                self.pace.ends(self.passes, self.traffic.exposed if on_host else None)
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.param_gather_dispatched = False
 
-    def _set_pace(self):
-        chosen = self.pace and self.pace.ends(self.passes, self.traffic.seconds(), self.traffic.exposed)
-        if chosen and chosen > 1:
-            self.every = chosen
+    def _reduce_every(self, passes):
+        self.every = passes
+        if passes == 1:
+            self.local = {}
+        elif not self.local:
             self._keep_whole()
 
     def scale_gradients(self, scaling_factor) -> None:
@@ -206,8 +209,8 @@ class OverlappedDDP(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the last step."""
         self.pending, self.passes, self.launches = 1.0, 0, []
-        if self.pace:
-            self.pace.begins()
+        if self.pace and (every := self.pace.begins()):
+            self._reduce_every(every)
         for bucket in self.order:
             bucket.empty = True
 

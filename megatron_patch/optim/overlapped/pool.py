@@ -78,8 +78,8 @@ class Pool:
 
     def launch(self, slot: Slot) -> None:
         """Start the reduction of a slot; those that are done are taken out. A slot that is not the pool's own waits until fewer than
-        ``size`` are in flight, and keeps nothing beside it afterwards."""
-        while not self._own(slot) and len(self.in_flight) >= self.size:
+        twice ``size`` are in flight (it needs a place for what is received only), and keeps nothing beside it afterwards."""
+        while not self._own(slot) and len(self.in_flight) >= 2 * self.size:
             self.retire()
         slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot))
         self.in_flight.append(slot)
