@@ -47,14 +47,13 @@ MODES = {"compute": "--use-distributed-optimizer", "none": "--use-distributed-op
 BEST = ("upstream", "+fp32sum", "+bf16")
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """What is measured at which rate."""
 
     micro_batches: int
-    by: str  # the rate is such that this mode has about
-    efficiency: float
+    by: str  # the rate is such that this mode
+    efficiency: float  # has about this efficiency
     sleep: float  # seconds of a layer's forward; its backward takes twice as long
     more: str = ""  # flags of ours
     jitter: bool = False
