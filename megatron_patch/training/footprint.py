@@ -18,21 +18,22 @@ NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 @dataclass(frozen=True)
 class Sharded:
     """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` of ``bucket`` elements with what was
-    received beside them, ``wire`` bytes an element. With --reduce-every above 1 (auto: where that stays within ``limit`` bytes) a whole
-    fp32 gradient, and ``summed`` bytes an element of what is received; 0: gradients of one micro-batch are reduced."""
+    received beside them, ``wire`` bytes an element. ``summed``: --reduce-every above 1 (auto: where that stays within ``limit`` bytes),
+    a whole fp32 gradient, and 4 bytes an element of what is on its way for twice as many buckets. ``alone``: the last micro-batch is
+    reduced by itself even then, in the buffers."""
 
     bucket: int
     wire: int
-    summed: int = 0
+    summed: bool = False
     limit: float | None = None
+    alone: bool = False
     buffers: int = BUFFERS
 
     def bytes(self, parameters: int, shard: int) -> int:
         """Of a rank with so many ``parameters``, ``shard`` of them its own."""
-        elements = self.buffers * min(self.bucket, parameters)
-        sharded, whole = (4 * shard + 2 * elements * wire for wire in (self.wire, self.summed))
-        whole += 4 * parameters
-        return whole if self.summed and (self.limit is None or whole <= self.limit) else sharded
+        alone, summed = (2 * self.buffers * min(self.bucket, parameters) * size for size in (self.wire, 4))
+        whole = 4 * shard + 4 * parameters + summed + self.alone * alone
+        return whole if self.summed and (self.limit is None or whole <= self.limit) else 4 * shard + alone
 
 
 @dataclass(frozen=True)

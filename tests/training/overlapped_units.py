@@ -87,46 +87,53 @@ def known_gradients() -> dict:
             dist.all_reduce(held)
             assert held.item() == getattr(module, label).numel(), (label, held)
         assert not hasattr(module.frozen, "main_grad") and all(p.grad is None for p in module.parameters())
-        assert ddp.every == 1 or ddp.gradient_bytes() == 4 * sum(b.numel + b.shard.numel() for b in ddp.order), name
+        sums = 0 if ddp.every == 1 else sum(b.numel for b in ddp.order)
+        assert ddp.gradient_bytes() == 4 * (sums + sum(b.shard.numel() for b in ddp.order)) + ddp.pool.nbytes(), name
+        assert bool(ddp.pool.nbytes()) == (ddp.every != 5), name  # the third pass of every 2 is reduced alone
         assert len(ddp.launches) == len(ddp.order) * (3 if ddp.every == 1 else 2 if ddp.every == 2 else 1), (name, ddp.launches)
         out[name] = apart
     return out
 
 
 class Clock:
-    """The clock of pace.py: a step takes ``often`` seconds, ``once`` when its micro-batches are reduced once."""
+    """The clock of pace.py: ``seconds`` of a step by after how many of its micro-batches it reduces."""
 
-    def __init__(self, ddp, often: float, once: float):
-        self.ddp, self.often, self.once, self.now = ddp, often, once, 0.0
+    def __init__(self, ddp, seconds: dict):
+        self.ddp, self.seconds, self.now = ddp, seconds, 0.0
 
     def perf_counter(self) -> float:
-        self.now += self.often if self.ddp.every == 1 else self.once
+        self.now += self.seconds[self.ddp.every]
         return self.now
 
 
 def auto() -> dict:
-    """{case: after how many micro-batches --reduce-every auto reduces in each of eight steps, bytes of gradients at the end, how wrong
-    any of their gradients were}."""
+    """{case: after how many micro-batches --reduce-every auto reduces in each of eleven steps, how wrong any of their
+    gradients were, reductions of a bucket in the last step, what is held after it: elements of sums, whether there is a pool}; and
+    elements of all buckets."""
     from unittest import mock
 
     from megatron_patch.optim.overlapped import pace
 
     first = dist.get_rank() == 0
-    cases = {  # seconds of a step reduced often and once, of waiting, limit on memory, micro-batches
-        "faster on one rank": (100.0, 90.0 if first else 50.0, 9.0 if first else 0.0, None, 4), "as fast": (100.0, 99.0, 9.0, None, 4),
-        "one slower": (100.0, 90.0 if first else 110.0, 9.0, None, 4), "no wait": (100.0, 50.0, 1.0, None, 4),
-        "one pass": (100.0, 50.0, 9.0, None, 1), "limited": (100.0, 50.0, 9.0, 500, 4),
-        "limited on one rank": (100.0, 50.0, 9.0, 500 if first else None, 4)}
+    cases = {  # seconds of a step that reduces after 1, 4 and 3 micro-batches, of waiting, limit on memory, micro-batches
+        "faster on one rank": (100.0, 90.0 if first else 50.0, 95.0, 9.0 if first else 0.0, None, 4),
+        "last alone": (100.0, 90.0, 50.0 if first else 80.0, 9.0, None, 4), "last alone as fast": (100.0, 90.0, 89.0, 9.0, None, 4),
+        "as fast": (100.0, 99.0, 99.0, 9.0, None, 4), "one slower": (100.0, 90.0 if first else 110.0, 120.0, 9.0, None, 4),
+        "no wait": (100.0, 50.0, 50.0, 1.0, None, 4), "one pass": (100.0, 50.0, 50.0, 9.0, None, 1),
+        "two passes": (100.0, 50.0, 0.0, 9.0, None, 2), "limited": (100.0, 50.0, 50.0, 9.0, 500, 4),
+        "limited on one rank": (100.0, 50.0, 50.0, 9.0, 500 if first else None, 4)}
     out = {}
-    for name, (often, once, waited, limit, passes) in cases.items():
+    for name, (often, once, alone, waited, limit, passes) in cases.items():
         module, ddp = build(every="auto", limit=limit)
         every, apart = [], []
-        with mock.patch.object(pace, "time", Clock(ddp, often, once)):
-            for _ in range(8):
+        with mock.patch.object(pace, "time", Clock(ddp, {1: often, 3: alone, passes: once if passes > 1 else often})):
+            for _ in range(11):
                 apart.append(_step(module, ddp, passes))
                 every.append(ddp.every)
                 ddp.pace.waited = waited
-        out[name] = dict(every=every, bytes=ddp.gradient_bytes(), apart=max(apart))
+        out[name] = dict(every=every, apart=max(apart), launched=len(ddp.launches) / len(ddp.order),
+                         held=[sum(slot.nbytes() for slot in ddp.local.values()) // 4, ddp.pool.nbytes() > 0])
+    out["elements"] = sum(bucket.numel for bucket in ddp.order)
     return out
 
 

@@ -55,26 +55,29 @@ class OverlappedDDP(DistributedDataParallel):
             bucket.place = place
             for p in bucket.spans:
                 p.main_grad = bucket.part(p)
-        self.local, self.pace = {}, None
-        if self.every > 1:
-            self._keep_whole()
-        if paced:
-            sizes = [b.numel for b in self.order]
-            received = 2 * self.buffers_in_use * max(sizes, default=0)
-            self.pace = Pace(self.limit, 4 * sum(b.shard.numel() for b in self.order), 4 * (sum(sizes) + received))
+        self.local, self.pace = {}, Pace(self.limit is None or self._bytes_with_sums() <= self.limit) if paced else None
         self.open, self.late, self.next, self.running = {}, {}, 0, False
         self.passes, self.held_back, self.launches = 0, False, []
+        self.sum_begins, self.alone = True, False
 
     def _take_over(self, bucket, buffer):
         taken = Bucket(bucket, buffer, self.reduction.wire or buffer.param_dtype)
-        if self.every == 1:
-            self.pool.expect(taken)
+        self.pool.expect(taken)
         return taken
 
-    def _keep_whole(self):
-        """From now on gradients are summed here before they are reduced."""
-        self.local = {b: Slot(b.numel, torch.float32, b.shard.device).open(b) for b in self.order}
+    def _reduce_every(self, passes):
+        """From now on, between two steps: buffers that this way may not need are let go."""
+        self.every = passes
         self.pool.empty()
+        if passes == 1:
+            self.local = {}
+
+    def _bytes_with_sums(self) -> int:
+        """The most that gradients may take when they are summed in ``local`` and the last micro-batch is reduced alone: 4 bytes an
+        element of each shard, of each sum and of what is sent and received for those in flight; the pool and what it receives."""
+        largest, buffers = max((bucket.numel for bucket in self.order), default=0), 2 * self.buffers_in_use
+        pool = sum(buffers * capacity * dtype.itemsize for dtype, capacity in self.pool.capacity.items())
+        return 4 * (sum(bucket.shard.numel() + bucket.numel for bucket in self.order) + buffers * largest) + pool
 
     # ---- gradients arrive ----
 
@@ -91,9 +94,14 @@ class OverlappedDDP(DistributedDataParallel):
         if not self.running:
             self.running, self.next = True, 0
             self.passes += 1
+            self.alone = self.sum_begins and self._reduces_now()
             for slot in self.local.values():
                 slot.arrived.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+
+    def _sums(self) -> bool:
+        """Whether gradients are added to those of other passes in ``local`` before they are reduced."""
+        return self.every > 1 and not self.alone
 
     def _reduces_now(self) -> bool:
         return self.every == 1 or self.passes % self.every == 0 or not self.held_back
@@ -119,7 +127,9 @@ class OverlappedDDP(DistributedDataParallel):
 
     def _slot(self, bucket):
         """Where a gradient of ``bucket`` goes now; what comes after its launch waits for finish_grad_sync."""
-        if self.local:
+        if self._sums():
+            if bucket not in self.local:
+                self.local[bucket] = Slot(bucket.numel, torch.float32, bucket.shard.device).open(bucket)
             while self.local[bucket].work is not None:
                 self.pool.retire()
             return self.local[bucket]
@@ -131,11 +141,13 @@ class OverlappedDDP(DistributedDataParallel):
     def _launch_in_order(self, all_of_them=False):
         while self.next < len(self.order):
             bucket = self.order[self.next]
-            slot = self.local.get(bucket) or self.open.get(bucket)
+            slot = (self.local if self._sums() else self.open).get(bucket)
             if not all_of_them and (slot is None or not slot.whole):
                 return
+            slot = slot or self._slot(bucket)
+            self.open.pop(bucket, None)
             self.next += 1
-            self._launch(bucket, self.open.pop(bucket, None) or slot or self.pool.take(bucket))
+            self._launch(bucket, slot)
 
     def _launch(self, bucket, slot):
         slot.complete()
@@ -155,9 +167,9 @@ class OverlappedDDP(DistributedDataParallel):
 
     def _pass_ends(self):
         with torch.no_grad():
-            if self._reduces_now():
+            if reduced := self._reduces_now():
                 self._launch_in_order(all_of_them=True)
-        self.running = False
+        self.running, self.sum_begins = False, reduced
 
     # ---- upstream's interface ----
 
@@ -192,13 +204,6 @@ class OverlappedDDP(DistributedDataParallel):
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.param_gather_dispatched = False
 
-    def _reduce_every(self, passes):
-        self.every = passes
-        if passes == 1:
-            self.local = {}
-        elif not self.local:
-            self._keep_whole()
-
     def scale_gradients(self, scaling_factor) -> None:
         """Multiply all shards by ``scaling_factor``, now or when the optimizer steps."""
         if self.defers_scaling:
@@ -208,7 +213,7 @@ class OverlappedDDP(DistributedDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the last step."""
-        self.pending, self.passes, self.launches = 1.0, 0, []
+        self.pending, self.passes, self.launches, self.sum_begins = 1.0, 0, [], True
         if self.pace and (every := self.pace.begins()):
             self._reduce_every(every)
         for bucket in self.order:

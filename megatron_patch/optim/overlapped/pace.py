@@ -1,8 +1,9 @@
-"""--reduce-every auto: reduce under every micro-batch, or once a step, whichever the steps of this run show to be faster.
+"""--reduce-every auto: after how many micro-batches to reduce, as the steps of this run show it.
 
 The first steps reduce under every micro-batch: gradients are shards only. Where a rank waits for that, the next steps try one reduction
-a step, which needs a whole fp32 gradient on every rank; it is kept when it saves enough. Nothing in between is tried: any number above
-one takes the same memory and more traffic.
+a step, which needs a whole fp32 gradient on every rank and has only the last backward pass to hide in; then two, the sum of all
+micro-batches but the last, which has the whole last micro-batch to hide in, and the last one's. The quickest is kept, when it saves
+enough. Nothing in between is tried: it takes the same memory and more traffic.
 """
 
 import time
@@ -10,27 +11,26 @@ import time
 import torch
 
 AUTO = "auto"
-FIRST, TRIED, ENDS = 2, 5, 7  # the first step that is timed of either way, two of each (those before allocate); the step that knows
+WAY = 3  # steps of each way; the first one, which allocates, is not timed
 WAITED = 0.02  # share of a step; who waits less has nothing to gain
-GAIN = 0.02  # share of a step that a whole gradient must save
+GAIN = 0.02  # share of a step that a way must save over those before it
 
 
 class Pace:
-    """Times the steps of one DDP chunk until it has chosen. ``limit``: bytes of gradients, None for any; ``held``: bytes held when
-    every micro-batch is reduced; ``whole``: bytes more for one reduction a step.
+    """Times the steps of one DDP chunk until it has chosen. ``fits``: whether there is room for fewer reductions on this rank.
 
     All ranks decide alike, the slowest one's times count: ranks that reduce in different groups (experts across tensor-parallel ranks)
     must agree in each.
     """
 
-    def __init__(self, limit: int | None, held: int, whole: int):
-        self.fits = limit is None or held + whole <= limit
+    def __init__(self, fits: bool):
+        self.fits = fits
         self.restart()
 
     def restart(self) -> None:
         """Measure anew."""
         self.step, self.since, self.passes, self.chosen = 0, None, 1, None
-        self.took, self.waited = {}, 0.0
+        self.ways, self.took, self.waited = [1], {}, 0.0
 
     def begins(self) -> int | None:
         """A step begins: how many micro-batches go between two reductions from now on, None: as before. Collective when it decides."""
@@ -40,24 +40,38 @@ class Pace:
         self.step, self.since = self.step + 1, now
         if before is not None:
             self.took[self.step - 1] = now - before
-        if self.step == FIRST + 2:
-            passes, room, waits = _most(self.passes, -self.fits, self.waited > WAITED * self._seconds(FIRST))
-            if passes == 1 or not room or not waits:
-                self.chosen = 1
-            return 1 if self.chosen else int(passes)
-        if self.step == ENDS:
-            often, once, passes = _most(self._seconds(FIRST), self._seconds(TRIED), self.passes)
-            self.chosen = int(passes) if once < (1 - GAIN) * often else 1
+        tried, begun = divmod(self.step - 1, WAY)
+        if begun:
+            return None
+        if tried == 1:
+            self._consider()
+        if tried < len(self.ways):
+            return self.ways[tried]
+        self.chosen = self._quickest()
         return self.chosen
+
+    def _consider(self) -> None:
+        """What else to try, where there is room and something to gain."""
+        passes, room, waits = _most(self.passes, -self.fits, self.waited > WAITED * self._seconds(0))
+        if passes > 1 and room and waits:
+            self.ways += [int(passes), *([int(passes) - 1] if passes > 2 else [])]
+
+    def _quickest(self) -> int:
+        if len(self.ways) == 1:
+            return 1
+        best, *others = zip(_most(*(self._seconds(number) for number in range(len(self.ways)))), self.ways, strict=True)
+        for one in others:
+            best = one if one[0] < (1 - GAIN) * best[0] else best
+        return best[1]
 
     def ends(self, passes: int, waited: float | None) -> None:
         """The gradients of a step of so many ``passes`` are there; the step ``waited`` seconds for them, None: nobody knows."""
         self.passes = max(passes, 1)
         self.waited = float("inf") if waited is None else waited
 
-    def _seconds(self, first: int) -> float:
-        """Of a step, the quicker one of two: an evaluation or a save may lie in the other."""
-        return min(self.took[first], self.took[first + 1])
+    def _seconds(self, way: int) -> float:
+        """Of a step of this way, the quicker one of two: an evaluation or a save may lie in the other."""
+        return min(self.took[WAY * way + 2], self.took[WAY * way + 3])
 
 
 def _most(*numbers) -> list[float]:
