@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_patch import layout
 from megatron_patch.checkpoint.plan import Placement, plan
 from megatron_patch.family import Family
-from megatron_patch.optim.overlapped import BUFFERS
+from megatron_patch.optim.overlapped import BUFFERS, SUMS
 from megatron_patch.slots import SLOTS
 
 NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
@@ -19,8 +19,8 @@ NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 class Sharded:
     """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` of ``bucket`` elements with what was
     received beside them, ``wire`` bytes an element. ``summed``: --reduce-every above 1 (auto: where that stays within ``limit`` bytes),
-    a whole fp32 gradient, and 4 bytes an element of what is on its way for twice as many buckets. ``alone``: the last micro-batch is
-    reduced by itself even then, in the buffers."""
+    a whole fp32 gradient, and 4 bytes an element of what is on its way for SUMS buckets. ``alone``: the last micro-batch is reduced by
+    itself even then, in the buffers."""
 
     bucket: int
     wire: int
@@ -31,7 +31,7 @@ class Sharded:
 
     def bytes(self, parameters: int, shard: int) -> int:
         """Of a rank with so many ``parameters``, ``shard`` of them its own."""
-        alone, summed = (2 * self.buffers * min(self.bucket, parameters) * size for size in (self.wire, 4))
+        alone, summed = (places * min(self.bucket, parameters) for places in (2 * self.buffers * self.wire, SUMS * 4))
         whole = 4 * shard + 4 * parameters + summed + self.alone * alone
         return whole if self.summed and (self.limit is None or whole <= self.limit) else 4 * shard + alone
 

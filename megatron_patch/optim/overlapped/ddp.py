@@ -15,7 +15,7 @@ import contextlib
 import torch
 
 from megatron_patch.optim.folding import DistributedDataParallel
-from megatron_patch.optim.overlapped import BUFFERS
+from megatron_patch.optim.overlapped import BUFFERS, SUMS
 from megatron_patch.optim.overlapped.bucket import Bucket
 from megatron_patch.optim.overlapped.pace import AUTO, Pace
 from megatron_patch.optim.overlapped.pool import Pool, Slot
@@ -75,9 +75,9 @@ class OverlappedDDP(DistributedDataParallel):
     def _bytes_with_sums(self) -> int:
         """The most that gradients may take when they are summed in ``local`` and the last micro-batch is reduced alone: 4 bytes an
         element of each shard, of each sum and of what is sent and received for those in flight; the pool and what it receives."""
-        largest, buffers = max((bucket.numel for bucket in self.order), default=0), 2 * self.buffers_in_use
-        pool = sum(buffers * capacity * dtype.itemsize for dtype, capacity in self.pool.capacity.items())
-        return 4 * (sum(bucket.shard.numel() + bucket.numel for bucket in self.order) + buffers * largest) + pool
+        sizes = [bucket.numel for bucket in self.order]
+        pool = sum(2 * self.buffers_in_use * capacity * dtype.itemsize for dtype, capacity in self.pool.capacity.items())
+        return 4 * (sum(bucket.shard.numel() for bucket in self.order) + sum(sizes) + SUMS * max(sizes, default=0)) + pool
 
     # ---- gradients arrive ----
 
@@ -141,11 +141,13 @@ class OverlappedDDP(DistributedDataParallel):
     def _launch_in_order(self, all_of_them=False):
         while self.next < len(self.order):
             bucket = self.order[self.next]
-            slot = (self.local if self._sums() else self.open).get(bucket)
+            kept = self.local if self._sums() else self.open
+            slot = kept.get(bucket)
             if not all_of_them and (slot is None or not slot.whole):
                 return
             slot = slot or self._slot(bucket)
-            self.open.pop(bucket, None)
+            if kept is self.open:
+                del self.open[bucket]
             self.next += 1
             self._launch(bucket, slot)
 

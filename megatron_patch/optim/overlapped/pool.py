@@ -4,6 +4,8 @@ from collections import deque
 
 import torch
 
+from megatron_patch.optim.overlapped import SUMS
+
 
 class Slot:
     """One buffer. ``data`` [numel] is the part that the current bucket uses; ``filled`` the parameters whose gradient is in it,
@@ -78,8 +80,8 @@ class Pool:
 
     def launch(self, slot: Slot) -> None:
         """Start the reduction of a slot; those that are done are taken out. A slot that is not the pool's own waits until fewer than
-        twice ``size`` are in flight (it needs a place for what is received only), and keeps nothing beside it afterwards."""
-        while not self._own(slot) and len(self.in_flight) >= 2 * self.size:
+        SUMS are in flight, and keeps nothing beside it afterwards."""
+        while not self._own(slot) and len(self.in_flight) >= SUMS:
             self.retire()
         slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot))
         self.in_flight.append(slot)
