@@ -61,13 +61,15 @@ def apart(ours, upstream) -> dict:
 
 
 def bitwise(model: str, data: str, ranks: int) -> dict:
-    """{case: differences}: data parallelism alone, GA 1 and 4, fp32 and bf16, both collectives."""
+    """{case: differences}: data parallelism alone, GA 1 and 4, fp32 and bf16, both collectives (one on one rank, which needs none). Ten
+    steps where differences may grow, four where there must be none."""
+    collectives = [("all-to-all", dict(ddp_reduce_scatter_with_fp32_accumulation=True)), ("reduce-scatter", dict(grad_comm_dtype="fp32"))]
     out = {}
     for dtype in ("fp32", "bf16"):
-        for steps, batch in ((10, 2 * ranks), (10, 8 * ranks)):
+        for batch in (2 * ranks, 8 * ranks):
+            steps = 10 if dtype == "fp32" and batch > 2 * ranks else 4
             common = dict(**CLIP, **DTYPES[dtype], train_iters=steps, global_batch_size=batch)
-            for collective, flags in (("all-to-all", dict(ddp_reduce_scatter_with_fp32_accumulation=True)),
-                                      ("reduce-scatter", dict(grad_comm_dtype="fp32"))):
+            for collective, flags in collectives[: 1 if ranks == 1 else 2]:
                 upstream = one(model, data, **UPSTREAM, **common, **(flags if collective == "all-to-all" else {}))
                 ours = one(model, data, functools.partial(check_sharded, dtype=dtype), **OURS, **common, grad_collective=collective,
                            **({} if collective == "all-to-all" else flags))
@@ -93,7 +95,7 @@ def check_sharded(chunk, *, dtype) -> None:
     wire = 2 if dtype == "bf16" and chunk.reduction.wire is None else 4
     counted = Sharded(largest, wire).bytes(parameters, sum(bucket.shard.numel() for bucket in chunk.order))
     assert 0.6 * counted <= chunk.gradient_bytes() <= counted, (chunk.gradient_bytes(), counted)
-    assert not any(p.main_grad.numel() == p.numel() > BUCKET for p in chunk.bucket_of)
+    assert chunk.order[0].ranks == 1 or not any(p.main_grad.numel() == p.numel() > BUCKET for p in chunk.bucket_of)
 
 
 def layouts(models: dict, data: str, cases: list) -> dict:
@@ -258,8 +260,8 @@ def checkpoints(models: dict, data: str, folder: str) -> dict:
         root = f"{folder}/{name}"
         common = dict(global_batch_size=8, train_iters=6)
         whole, _ = train(model, data, **LAYOUTS["dp4"], **reshardable, **flags, **common, save=root, save_interval=3)
-        for end, more in ends.items():
-            for layout in ("dp4", "dp2pp2"):
+        for layout in ("dp4", "dp2pp2"):  # its process groups are made once
+            for end, more in ends.items():
                 again, loop = train(model, data, **LAYOUTS[layout], **reshardable, **more, **common, load=root, ckpt_step=3)
                 check_replicas(loop)
                 out[f"{name} -> {end}, {layout}"] = max(abs(a - b) for a, b in zip(curve(whole[3:]), curve(again), strict=True))

@@ -15,7 +15,7 @@ CASES = {
         ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp2", FP16]],
     # of one layout side by side: its process groups are made once
     4: [["llama", "sp", {}], ["qwen3", "sp", {}], ["bloom", "tp2", {}], ["llama_tied", "dp2pp2", {}], ["gpt_oss", "dp2pp2", {}],
-        ["llama_tied", "dp2pp2", {"reduce_every": 3, "global_batch_size": 32}], ["llama_tied", "pp2vpp2", {}], ["llama", "dp2cp2", {}],
+        ["llama_tied", "dp2pp2", {"reduce_every": 3, "global_batch_size": 28}], ["llama_tied", "pp2vpp2", {}], ["llama", "dp2cp2", {}],
         ["llama", "tp2pp2", {}], ["qwen3_moe", "ep2", MOE], ["qwen3_moe", "ep4", MOE], ["qwen3_moe", "etp2", MOE], ["llama", "dp4", FP16],
         ["llama", "dp4", {"reduce_every": 2, "global_batch_size": 24}],
         ["llama", "dp4", {"reduce_every": "auto", "global_batch_size": 24}], ["llama", "dp4", RECOMPUTE]],
@@ -23,15 +23,15 @@ CASES = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bitwise(models, data, ranks):
-    """Losses, norms and weights of ten clipped steps are those of upstream's overlapped optimizer with the same buckets and the same
-    collective: bit for bit in bf16 and without gradient accumulation, in fp32 with it within 1e-6 (another order of addition). The
+    """Losses, norms and weights of clipped steps are those of upstream's overlapped optimizer with the same buckets and the same
+    collective: bit for bit on one rank, in bf16 and without gradient accumulation; else within 1e-6 (another order of addition). The
     last loss is that of an evaluation right after the last step: no stale parameters (B116, B122)."""
     for found in run_ranks(ranks, "tests.training.overlapped:bitwise", models["llama"], data, ranks, timeout=390):
-        assert len(found) == 8
+        assert len(found) == (4 if ranks == 1 else 8)
         for case, apart in found.items():
-            if any(word in case for word in EXACT):
+            if ranks == 1 or any(word in case for word in EXACT):
                 assert apart["bitwise"], (case, apart)
             assert apart["loss"] <= 1e-6 and apart["weights"] <= 1e-5, (case, apart)
 
