@@ -61,15 +61,14 @@ def _stages(settings, config, world, micro_batches) -> list[StageSize]:
 
 
 def _sharded(settings, config, world, micro_batches) -> Sharded:
-    """Buckets are as large as asked for, or as the largest tensor, the embedding; auto may take the way that needs most."""
+    """Buckets are as large as asked for, and core's default where nothing is; auto may take the way that needs most."""
     sizes, overlap = layout_sizes(config, world), settings.overlap
     every = overlap.reduce_every
     asked = settings.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * sizes["dp"])
-    embedding = config.vocab_size * config.hidden_size // config.tensor_model_parallel_size
     wire = {"fp32": 4, "bf16": 2}.get(overlap.grad_comm_dtype) or (2 if is_half(config) else 4)
     limit = None if overlap.grad_memory_limit is None else overlap.grad_memory_limit * 2**30
     alone = every == "auto" or micro_batches % every == 1
-    return Sharded(max(asked, embedding), wire, every != 1 and micro_batches > 1, limit, alone)
+    return Sharded(asked, wire, every != 1 and micro_batches > 1, limit, alone)
 
 
 def _headline(config, world, sizes) -> str:

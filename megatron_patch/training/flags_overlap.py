@@ -1,6 +1,7 @@
 """Flags of the overlapped distributed optimizer: what they imply, and what does not go with them."""
 
 from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,9 +79,11 @@ def overlapped(v: Mapping[str, Any], given: frozenset[str]) -> str | None:
         return f'--cuda-graph-impl {v["cuda_graph_impl"]} does not go with {name}: a graph cannot change buffers; leave one of the two out'
     if v['optimizer'] != 'adam':
         return f'--optimizer {v["optimizer"]} does not go with {name}: megatron-core shards the state of adam only'
-    for field in ('reduce_bucket_size', 'reduce_every'):
+    for field in ('reduce_bucket_size', 'ddp_bucket_size', 'reduce_every'):
         if v[field] not in (None, 'auto') and v[field] < 1:
             return f'--{field.replace("_", "-")} {v[field]}: expected 1 or more'
+    if v['grad_memory_limit'] is not None and not 0 < v['grad_memory_limit'] < math.inf:
+        return f'--grad-memory-limit {v["grad_memory_limit"]}: expected GiB, more than 0'
     if v['grad_memory_limit'] is not None and v['reduce_every'] != 'auto':
         return f'--grad-memory-limit {v["grad_memory_limit"]} needs --reduce-every auto'
     if v['grad_comm_dtype'] == 'int8' and v['grad_collective'] != 'all-to-all':

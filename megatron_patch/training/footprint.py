@@ -17,10 +17,10 @@ NORMS = ("attn_norm", "mlp_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 
 @dataclass(frozen=True)
 class Sharded:
-    """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` of ``bucket`` elements with what was
-    received beside them, ``wire`` bytes an element. ``summed``: --reduce-every above 1 (auto: where that stays within ``limit`` bytes),
-    a whole fp32 gradient, and 4 bytes an element of what is on its way for SUMS buckets. ``alone``: the last micro-batch is reduced by
-    itself even then, in the buffers."""
+    """Gradients as --overlapped-distributed-optimizer holds them: an fp32 shard, ``buffers`` as large as a bucket with what was received
+    beside them, ``wire`` bytes an element. core closes a bucket that has ``bucket`` elements or more. ``summed``: --reduce-every above 1
+    (auto: where that stays within ``limit`` bytes), a whole fp32 gradient, and 4 bytes an element of what is on its way for SUMS
+    buckets. ``alone``: the last micro-batch is reduced by itself even then, in the buffers."""
 
     bucket: int
     wire: int
@@ -29,9 +29,11 @@ class Sharded:
     alone: bool = False
     buffers: int = BUFFERS
 
-    def bytes(self, parameters: int, shard: int) -> int:
-        """Of a rank with so many ``parameters``, ``shard`` of them its own."""
-        alone, summed = (places * min(self.bucket, parameters) for places in (2 * self.buffers * self.wire, SUMS * 4))
+    def bytes(self, parameters: int, shard: int, largest: int = 0, chunks: int = 1) -> int:
+        """Of a rank with so many ``parameters``, ``shard`` of them its own, the ``largest`` tensor of so many elements, in ``chunks``
+        virtual stages with buffers of their own: at most."""
+        most = chunks * min(self.bucket + largest, parameters)
+        alone, summed = 2 * self.buffers * self.wire * most, SUMS * 4 * most
         whole = 4 * shard + 4 * parameters + summed + self.alone * alone
         return whole if self.summed and (self.limit is None or whole <= self.limit) else 4 * shard + alone
 
@@ -71,13 +73,15 @@ def stage_sizes(config, world_size: int, *, distributed_optimizer: bool, grad_by
     out = []
     for stage, virtual in enumerate(layout.stages(config)):
         layers = tuple(layer for part in virtual for layer in part)
-        dense, expert = count(config, layers, first=stage == 0, last=stage == config.pipeline_model_parallel_size - 1)
+        last = stage == config.pipeline_model_parallel_size - 1
+        dense, expert = count(config, layers, first=stage == 0, last=last)
         state = 12 if half else 8  # fp32 copy, exp_avg, exp_avg_sq
         optimizer = -(-dense * state // shards["dense"]) + -(-expert * state // shards["expert"])
         total = dense + expert
         gradients = total * grad_bytes
         if sharded:
-            gradients = sharded.bytes(total, -(-dense // shards["dense"]) + -(-expert // shards["expert"]))
+            largest = max((_numel(placement, config) for placement, _ in _placed(config, layers, stage == 0, last)), default=0)
+            gradients = sharded.bytes(total, -(-dense // shards["dense"]) + -(-expert // shards["expert"]), largest, len(virtual))
         out.append(StageSize(stage, layers, dense, expert, total * (2 if half else 4), gradients, optimizer))
     return out
 
@@ -91,12 +95,8 @@ def _shard_counts(config, world_size: int) -> Mapping[str, int]:
 
 def count(config, layers, *, first: bool, last: bool) -> tuple[int, int]:
     """(dense, expert) parameters of one rank that holds ``layers``, the embedding when ``first`` and the head when ``last``."""
-    experts = range(config.num_moe_experts // config.expert_model_parallel_size) if config.get("num_moe_experts") else None
     dense = expert = 0
-    for placement in plan(config.family or every_slot(), config, layers=layers, experts=experts):
-        if placement.slot.buffer:
-            continue
-        copies = _copies(placement, config, first, last)
+    for placement, copies in _placed(config, layers, first, last):
         if placement.slot.expert:
             expert += copies * _numel(placement, config)
         else:
@@ -104,6 +104,14 @@ def count(config, layers, *, first: bool, last: bool) -> tuple[int, int]:
     if first and config.family is None and config.position_embedding_type == "learned_absolute":
         dense += config.max_position_embeddings * config.hidden_size
     return dense, expert
+
+
+def _placed(config, layers, first, last):
+    """(parameter, how often this rank has it)."""
+    experts = range(config.num_moe_experts // config.expert_model_parallel_size) if config.get("num_moe_experts") else None
+    for placement in plan(config.family or every_slot(), config, layers=layers, experts=experts):
+        if not placement.slot.buffer and (copies := _copies(placement, config, first, last)):
+            yield placement, copies
 
 
 def _copies(placement: Placement, config, first: bool, last: bool) -> int:

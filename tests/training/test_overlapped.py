@@ -137,6 +137,14 @@ def test_known_gradients():
 
 
 @pytest.mark.timeout(100)
+def test_odd_ends_of_a_step():
+    """A bucket without gradients while its last sum is on its way, a step that was given up, a gradient from outside the wrapped model
+    on one rank only: none is lost, counted twice or taken along. Mutant: launch what is on its way."""
+    for found in run_ranks(2, "tests.training.overlapped_units:odd_ends", timeout=90):
+        assert len(found) == 6 and all(max(case.values()) == 0 for case in found.values()), found
+
+
+@pytest.mark.timeout(100)
 def test_reductions_begin_under_the_backward_pass():
     """The first bucket is under way before the gradients of the last one arrive, and every bucket is launched once, in order (#827)."""
     for seen, launches, buckets in run_ranks(2, "tests.training.overlapped_units:overlap", timeout=90):

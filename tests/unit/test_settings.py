@@ -87,6 +87,9 @@ def test_virtual_stages_turn_on_overlapped_communication(parse, flags, virtual):
     ('--mtp-depth 1', ['use --mtp-num-layers']), ('--attn-recompute', ['--recompute-modules core_attn']),
     ('--moe-router-use-sigmoid', ['--moe-router-score-function sigmoid']),
     ('--reduce-bucket-size 5', ['--overlapped-distributed-optimizer']),
+    *[(f'--overlapped-distributed-optimizer --reduce-every auto {flag}', [flag, more]) for flag, more in (
+        ('--grad-memory-limit nan', 'expected GiB'), ('--grad-memory-limit inf', 'expected GiB'),
+        ('--grad-memory-limit -1', 'expected GiB'), ('--ddp-bucket-size 0', 'expected 1 or more'))],
     ('--RMSNorm', ['--normalization RMSNorm']), ('--nproc_per_node 2', ['torchrun']), ('--dtype bf16', ['use --bf16']),
     ('--tp 2', ['use --tensor-model-parallel-size']), ('--wait-after-ckpt 3', ['checkpoint']),
     ('--tokenizer-type PretrainedFromHF', ["found 'PretrainedFromHF'", 'HuggingFaceTokenizer']),

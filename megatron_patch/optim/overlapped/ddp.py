@@ -95,7 +95,7 @@ class OverlappedDDP(DistributedDataParallel):
             self.running, self.next = True, 0
             self.passes += 1
             self.alone = self.sum_begins and self._reduces_now()
-            for slot in self.local.values():
+            for slot in (*self.local.values(), *self.open.values()):
                 slot.arrived.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
 
@@ -145,7 +145,7 @@ class OverlappedDDP(DistributedDataParallel):
             slot = kept.get(bucket)
             if not all_of_them and (slot is None or not slot.whole):
                 return
-            slot = slot or self._slot(bucket)
+            slot = self._slot(bucket)
             if kept is self.open:
                 del self.open[bucket]
             self.next += 1
@@ -215,11 +215,22 @@ class OverlappedDDP(DistributedDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Forget the gradients of the last step."""
+        self._forget()
         self.pending, self.passes, self.launches, self.sum_begins = 1.0, 0, [], True
         if self.pace and (every := self.pace.begins()):
             self._reduce_every(every)
         for bucket in self.order:
             bucket.empty = True
+
+    def _forget(self):
+        """Let go of gradients that no finish_grad_sync has seen; what is on its way arrives first."""
+        self.pool.drain()
+        for slot in (*self.open.values(), *self.late.values()):
+            self.pool.give_back(slot)
+        for bucket, slot in self.local.items():
+            if slot.filled:
+                slot.open(bucket)
+        self.open, self.late = {}, {}
 
     def start_param_sync(self, *unused, force_sync=False, force_dispatch=False) -> None:
         """Gather parameters in the order in which the next forward pass needs them; what is under way already is left alone."""
@@ -241,12 +252,13 @@ class OverlappedDDP(DistributedDataParallel):
         found = {**summary(self.traffic, self.gathering), "grad_bytes": self.gradient_bytes(), "reduce_every": self.every}
         self.traffic.restart()
         self.gathering.restart()
+        self.pool.peak = 0
         return found
 
     def gradient_bytes(self) -> int:
-        """Bytes that this rank holds for gradients."""
+        """The most bytes that this rank held for gradients since the last report."""
         shards = sum(bucket.shard.numel() * 4 for bucket in self.order)
-        return shards + self.pool.nbytes() + sum(slot.nbytes() for slot in self.local.values())
+        return shards + max(self.pool.peak, self.pool.nbytes()) + sum(slot.buffer.nbytes for slot in self.local.values())
 
 
 def overlapped(reduction, every=1, verify_order=False, buffers=BUFFERS, limit=None) -> type:

@@ -59,7 +59,7 @@ class Pool:
     def __init__(self, size: int, reduction, traffic):
         self.size, self.reduction, self.traffic = size, reduction, traffic
         self.capacity, self.free, self.made = {}, {}, {}
-        self.in_flight = deque()
+        self.in_flight, self.peak = deque(), 0
 
     def expect(self, bucket) -> None:
         """This bucket will come."""
@@ -85,6 +85,7 @@ class Pool:
             self.retire()
         slot.work = self.traffic.begins(self.reduction.start(slot), self.reduction.sent(slot))
         self.in_flight.append(slot)
+        self.peak = max(self.peak, self.nbytes())
         while self.in_flight and self.in_flight[0].work.is_completed():
             self.retire()
 
@@ -98,6 +99,10 @@ class Pool:
             self.free[slot.buffer.dtype].append(slot)
         else:
             slot.scratch.clear()
+
+    def give_back(self, slot: Slot) -> None:
+        """Forget what is in a slot that was taken and not launched."""
+        self.free[slot.buffer.dtype].append(slot)
 
     def _own(self, slot) -> bool:
         return slot in self.made.get(slot.buffer.dtype, ())
@@ -116,5 +121,6 @@ class Pool:
             self.made[dtype] = [slot for slot in slots if slot not in extra]
 
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.nbytes() for slots in self.made.values() for slot in slots)
+        """Bytes of all slots, and of what is on its way for those that are not the pool's."""
+        others = [t for slot in self.in_flight if not self._own(slot) for t in slot.scratch.values()]
+        return sum(slot.nbytes() for slots in self.made.values() for slot in slots) + sum(t.numel() * t.element_size() for t in others)
