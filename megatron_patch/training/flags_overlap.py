@@ -1,7 +1,7 @@
 """Flags of the overlapped distributed optimizer: what they imply, and what does not go with them."""
 
-from collections.abc import Mapping
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
