@@ -147,8 +147,7 @@ def _step(module, ddp, passes) -> float:
     ddp.finish_grad_sync()
     expected = {"first": sum(1.0 + r + m for r in range(ranks) for m in range(passes)) / ranks, "second": 2.0 * passes,
                 "third": 3.0 * passes, "last": 4.0 * passes * sum(range(ranks)) / ranks}
-    parts = {label: getattr(module, label).main_grad for label in expected}
-    return max([0.0, *((part - expected[label]).abs().max().item() for label, part in parts.items() if part.numel())])
+    return max(_wrong(module, expected).values())
 
 
 def odd_ends() -> dict:
@@ -188,6 +187,7 @@ def _odd_ends():
 
 
 def _wrong(module, expected) -> dict:
+    """{parameter: the largest difference of its part here from ``expected``}."""
     parts = {label: getattr(module, label).main_grad for label in expected}
     return {label: (part - expected[label]).abs().max().item() if part.numel() else 0.0 for label, part in parts.items()}
 

@@ -96,12 +96,12 @@ class Pool:
         self.reduction.finish(slot)
         slot.open(slot.bucket)
         if self._own(slot):
-            self.free[slot.buffer.dtype].append(slot)
+            self.give_back(slot)
         else:
             slot.scratch.clear()
 
     def give_back(self, slot: Slot) -> None:
-        """Forget what is in a slot that was taken and not launched."""
+        """A slot of the pool is free again."""
         self.free[slot.buffer.dtype].append(slot)
 
     def _own(self, slot) -> bool:
