@@ -162,17 +162,25 @@ def save_model(folder: str) -> Path:
     return path
 
 
-def find_rate(cluster, network, mode, efficiency, compute) -> float:
-    """The rate at which ``mode`` has about this efficiency; left set. Time beyond compute is taken to go with 1 / rate."""
-    rate = network.mbit
-    for _ in range(4):
+def find_rate(cluster, network, scenario: Scenario, compute: float) -> float:
+    """The rate at which the scenario's mode has about its efficiency, jittered where it is; left set. Time beyond compute is taken to
+    go with 1 / rate."""
+
+    def shape():
+        network.steady()
         network.rate(rate)
-        cluster.run(mode, 1)
-        found = compute / cluster.run(mode, 2)["seconds"]
-        if abs(found - efficiency) < 0.04:
-            break
-        rate *= min(max((1 / found - 1) / (1 / efficiency - 1), 0.3), 4)
-    network.rate(rate)
+        if scenario.jitter:
+            network.jitter()
+
+    rate = network.mbit
+    for _ in range(5):
+        shape()
+        cluster.run(scenario.by, 1)
+        found = compute / cluster.run(scenario.by, 4)["seconds"]
+        if abs(found - scenario.efficiency) < 0.02:
+            return rate
+        rate *= min(max((1 / found - 1) / (1 / scenario.efficiency - 1), 0.3), 4)
+    shape()
     return rate
 
 
@@ -184,10 +192,8 @@ def measure(name: str, scenario: Scenario, network, model, folder, rounds: int) 
         for mode in ("compute", *modes):
             cluster.run(mode, 2)
         before = [cluster.run("compute", 2)["seconds"] for _ in range(3)]
-        rate = find_rate(cluster, network, scenario.by, scenario.efficiency, statistics.median(before))
+        rate = find_rate(cluster, network, scenario, statistics.median(before))
         cluster.tell("ours", "choose_pace")
-        if scenario.jitter:
-            network.jitter()
         found = {mode: [] for mode in modes}
         for number in range(rounds):
             for mode in modes if number % 2 == 0 else reversed(modes):

@@ -43,6 +43,7 @@ NEED = ('reduce_bucket_size', 'reduce_every', 'grad_memory_limit', 'grad_comm_dt
 EXCLUDED = {
     'ddp_num_buckets': 'give --reduce-bucket-size',
     'ddp_reduce_scatter_with_fp32_accumulation': 'sums are fp32 already',
+    'grad_reduce_in_bf16': 'sums are fp32 shards; --grad-comm-dtype bf16 sends bf16',
     'ddp_average_in_collective': 'the mean is taken of the fp32 sum',
     'ddp_param_name_patterns_for_fp32_local_accumulation': 'all gradients are summed in fp32',
     'use_precision_aware_optimizer': 'gradients are fp32 shards',
@@ -64,21 +65,35 @@ def implied(values: Mapping[str, Any]) -> dict[str, Any]:
             'ddp_bucket_size': size, 'gradient_accumulation_fusion': False}
 
 
+NAME = '--overlapped-distributed-optimizer'
+
+
 def overlapped(v: Mapping[str, Any], given: frozenset[str]) -> str | None:
     """What is wrong with these settings, for flags_checks."""
-    name = '--overlapped-distributed-optimizer'
     if not v['overlapped_distributed_optimizer']:
         alone = [other for other in NEED if other in given]
-        return f'--{alone[0].replace("_", "-")} needs {name}' if alone else None
+        return f'--{alone[0].replace("_", "-")} needs {NAME}' if alone else None
+    return _excluded(v) or _own(v, given)
+
+
+def _excluded(v) -> str | None:
+    """Another flag that does not go with it."""
     for field, reason in EXCLUDED.items():
         if v.get(field):
-            return f'--{field.replace("_", "-")} does not go with {name}: {reason}; leave one of the two out'
+            return f'--{field.replace("_", "-")} does not go with {NAME}: {reason}; leave one of the two out'
     if v['num_distributed_optimizer_instances'] > 1:
-        return f'--num-distributed-optimizer-instances {v["num_distributed_optimizer_instances"]} does not go with {name}; leave it out'
+        return f'--num-distributed-optimizer-instances {v["num_distributed_optimizer_instances"]} does not go with {NAME}; leave it out'
     if v.get('cuda_graph_impl') not in (None, 'none'):
-        return f'--cuda-graph-impl {v["cuda_graph_impl"]} does not go with {name}: a graph cannot change buffers; leave one of the two out'
+        return f'--cuda-graph-impl {v["cuda_graph_impl"]} does not go with {NAME}: a graph cannot change buffers; leave one of the two out'
     if v['optimizer'] != 'adam':
-        return f'--optimizer {v["optimizer"]} does not go with {name}: megatron-core shards the state of adam only'
+        return f'--optimizer {v["optimizer"]} does not go with {NAME}: megatron-core shards the state of adam only'
+    return None
+
+
+def _own(v, given) -> str | None:
+    """A flag of its own with a value that cannot be."""
+    if {'reduce_bucket_size', 'ddp_bucket_size'} <= given:
+        return f'--reduce-bucket-size and --ddp-bucket-size say the same with {NAME}; give one'
     for field in ('reduce_bucket_size', 'ddp_bucket_size', 'reduce_every'):
         if v[field] not in (None, 'auto') and v[field] < 1:
             return f'--{field.replace("_", "-")} {v[field]}: expected 1 or more'

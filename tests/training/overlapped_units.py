@@ -107,7 +107,7 @@ class Clock:
 
 
 def auto() -> dict:
-    """{case: after how many micro-batches --reduce-every auto reduces in each of eleven steps, how wrong any of their
+    """{case: after how many micro-batches --reduce-every auto reduces in each of its steps, how wrong any of their
     gradients were, reductions of a bucket in the last step, what is held after it: elements of sums, whether there is a pool}; and
     elements of all buckets."""
     from unittest import mock
@@ -121,14 +121,17 @@ def auto() -> dict:
         "as fast": (100.0, 99.0, 99.0, 9.0, None, 4), "one slower": (100.0, 90.0 if first else 110.0, 120.0, 9.0, None, 4),
         "no wait": (100.0, 50.0, 50.0, 1.0, None, 4), "one pass": (100.0, 50.0, 50.0, 9.0, None, 1),
         "two passes": (100.0, 50.0, 0.0, 9.0, None, 2), "limited": (100.0, 50.0, 50.0, 9.0, 500, 4),
-        "limited on one rank": (100.0, 50.0, 50.0, 9.0, 500 if first else None, 4)}
+        "limited on one rank": (100.0, 50.0, 50.0, 9.0, 500 if first else None, 4),
+        "the batch grows": (100.0, 50.0, 90.0, 9.0, None, 4)}
     out = {}
     for name, (often, once, alone, waited, limit, passes) in cases.items():
         module, ddp = build(every="auto", limit=limit)
         every, apart = [], []
-        with mock.patch.object(pace, "time", Clock(ddp, {1: often, 3: alone, passes: once if passes > 1 else often})):
-            for _ in range(11):
-                apart.append(_step(module, ddp, passes))
+        seconds = {1: often, 2: once, 3: alone, passes: once if passes > 1 else often}
+        with mock.patch.object(pace, "time", Clock(ddp, seconds)):
+            grows = name == "the batch grows"  # after eleven steps of two
+            for now in [2] * 11 + [4] * 11 if grows else [passes] * 11:
+                apart.append(_step(module, ddp, now))
                 every.append(ddp.every)
                 ddp.pace.waited = waited
         out[name] = dict(every=every, apart=max(apart), launched=len(ddp.launches) / len(ddp.order),

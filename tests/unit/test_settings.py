@@ -116,6 +116,8 @@ def test_virtual_stages_turn_on_overlapped_communication(parse, flags, virtual):
     ('--train-iters 8 --lr-decay-samples 8', ['--lr-decay-samples 8', '--lr-decay-iters']),
     ('--overlap-param-gather', ['--use-distributed-optimizer']),
     ('--overlapped-distributed-optimizer --ddp-average-in-collective', ['--ddp-average-in-collective', 'fp32 sum']),
+    ('--overlapped-distributed-optimizer --bf16 --grad-reduce-in-bf16', ['--grad-reduce-in-bf16', '--grad-comm-dtype bf16']),
+    ('--overlapped-distributed-optimizer --reduce-bucket-size 5 --ddp-bucket-size 6', ['--reduce-bucket-size', 'give one']),
     ('--overlapped-distributed-optimizer --optimizer sgd', ['--optimizer sgd', 'adam only']),
     ('--overlapped-distributed-optimizer --num-distributed-optimizer-instances 2', ['--num-distributed-optimizer-instances 2']),
     ('--overlapped-distributed-optimizer --reduce-every 0', ['--reduce-every 0', '1 or more']),

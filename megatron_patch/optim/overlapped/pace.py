@@ -29,7 +29,7 @@ class Pace:
 
     def restart(self) -> None:
         """Measure anew."""
-        self.step, self.since, self.passes, self.chosen = 0, None, 1, None
+        self.step, self.since, self.passes, self.chosen = 0, None, None, None
         self.ways, self.took, self.waited = [1], {}, 0.0
 
     def begins(self) -> int | None:
@@ -52,7 +52,7 @@ class Pace:
 
     def _consider(self) -> None:
         """What else to try, where there is room and something to gain."""
-        passes, room, waits = _most(self.passes, -self.fits, self.waited > WAITED * self._seconds(0))
+        passes, room, waits = _most(self.passes or 1, -self.fits, self.waited > WAITED * self._seconds(0))
         if passes > 1 and room and waits:
             self.ways += [int(passes), *([int(passes) - 1] if passes > 2 else [])]
 
@@ -65,7 +65,10 @@ class Pace:
         return best[1]
 
     def ends(self, passes: int, waited: float | None) -> None:
-        """The gradients of a step of so many ``passes`` are there; the step ``waited`` seconds for them, None: nobody knows."""
+        """The gradients of a step of so many ``passes`` are there; the step ``waited`` seconds for them, None: nobody knows. Another
+        number of passes than before (the batch grows) is measured anew."""
+        if self.passes not in (None, max(passes, 1)):
+            self.restart()
         self.passes = max(passes, 1)
         self.waited = float("inf") if waited is None else waited
 
