@@ -27,7 +27,7 @@ class OverlapSettings:
     """Ours: parameters in a bucket of --overlapped-distributed-optimizer; as --ddp-bucket-size when not given."""
     reduce_every: int = flag(1, type=every)
     """Ours: reduce at every n-th micro-batch and at the last; above 1 a full-size fp32 gradient is kept on every rank. auto: 1, all
-    micro-batches of a step, or all but the last, as the first nine steps show what is fastest."""
+    micro-batches of a step, or all but the last, as the first twelve steps show what is fastest."""
     grad_memory_limit: float | None = None
     """Ours: GiB of gradients that --reduce-every auto may hold on a rank."""
     grad_comm_dtype: Literal['fp32', 'bf16', 'int8'] | None = flag(None, choices=['fp32', 'bf16', 'int8'], type=str)

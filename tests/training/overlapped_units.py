@@ -129,8 +129,8 @@ def auto() -> dict:
         every, apart = [], []
         seconds = {1: often, 2: once, 3: alone, passes: once if passes > 1 else often}
         with mock.patch.object(pace, "time", Clock(ddp, seconds)):
-            grows = name == "the batch grows"  # after eleven steps of two
-            for now in [2] * 11 + [4] * 11 if grows else [passes] * 11:
+            grows = name == "the batch grows"  # after fourteen steps of two
+            for now in [2] * 14 + [4] * 14 if grows else [passes] * 14:
                 apart.append(_step(module, ddp, now))
                 every.append(ddp.every)
                 ddp.pace.waited = waited

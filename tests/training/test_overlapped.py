@@ -158,10 +158,10 @@ def test_auto_measures():
     the last; what is fastest for the slowest rank is kept. Without a wait, with one micro-batch, or with a limit on the memory of one
     rank nothing is tried. Another number of micro-batches is measured anew. All ranks do the same, gradients stay right at every step,
     and what the trial held is given back (B119)."""
-    tried, not_tried = [1, 1, 1, 4, 4, 4, 3, 3, 3], [1] * 11
+    tried, not_tried = [*[1] * 4, *[4] * 4, *[3] * 4], [1] * 14
     wanted = {"faster on one rank": [*tried, 4, 4], "last alone": [*tried, 3, 3], "last alone as fast": [*tried, 4, 4],
               "as fast": [*tried, 1, 1], "one slower": [*tried, 1, 1], "no wait": not_tried, "one pass": not_tried,
-              "two passes": [1, 1, 1, *[2] * 8], "the batch grows": [1, 1, 1, *[2] * 9, *tried, 4], "limited": not_tried,
+              "two passes": [*[1] * 4, *[2] * 10], "the batch grows": [*[1] * 4, *[2] * 11, *tried, 4], "limited": not_tried,
               "limited on one rank": not_tried}
     for found in run_ranks(2, "tests.training.overlapped_units:auto", timeout=90):
         elements = found.pop("elements")

@@ -11,7 +11,7 @@ import time
 import torch
 
 AUTO = "auto"
-WAY = 3  # steps of each way; the first one, which allocates, is not timed
+WAY = 4  # steps of each way; the first one, which allocates, is not timed
 WAITED = 0.02  # share of a step; who waits less has nothing to gain
 GAIN = 0.02  # share of a step that a way must save over those before it
 
@@ -73,8 +73,8 @@ class Pace:
         self.waited = float("inf") if waited is None else waited
 
     def _seconds(self, way: int) -> float:
-        """Of a step of this way, the quicker one of two: an evaluation or a save may lie in the other."""
-        return min(self.took[WAY * way + 2], self.took[WAY * way + 3])
+        """Of a step of this way, the quickest that was timed: an evaluation or a save may lie in another."""
+        return min(self.took[WAY * way + number] for number in range(2, WAY + 1))
 
 
 def _most(*numbers) -> list[float]:
