@@ -22,7 +22,7 @@ class Plan:
 
 
 FULL = Plan(iterations=16, save_at=8, overlap=3, seq_length=128, batch=8, lr=2e-4, held_out_tokens=2048)
-QUICK = Plan(iterations=6, save_at=3, overlap=2, seq_length=64, batch=4, lr=1e-4, held_out_tokens=512)
+QUICK = Plan(iterations=5, save_at=2, overlap=2, seq_length=64, batch=2, lr=1e-4, held_out_tokens=512)
 RANKS = 2
 LAUNCH = "torch.distributed.run", ["--standalone", "--nproc-per-node", RANKS, "-m", "megatron_patch.pretrain"]
 
