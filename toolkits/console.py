@@ -65,14 +65,25 @@ def start(platform_name=None):
         raise ValueError(str(error)) from error
 
 
-def check_json(path):
-    """Raises ValueError when `path` (a Path, or None) cannot be written, before the work that is to be told there."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+CHECKPOINT = ("config.json", ".metadata", "metadata.json", "latest_checkpointed_iteration.txt", "model_optim_rng.pt")
+
+
+def check_json(path, out=None):
+    """Raises ValueError when `path` (a Path, or None) cannot be written, before the work that is to be told there: no folder, a file of
+    a checkpoint, or one inside `out`, the folder that the command writes."""
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"--json {path} cannot be written: {path.parent} is no folder that can be written, or {path} is one.")
+    if path.exists() and (path.suffix != ".json" or any((path.parent / name).exists() for name in CHECKPOINT)):
+        raise ValueError(f"--json {path} is there already and is no report, or lies in a checkpoint; give another name.")
+    if out is not None and Path(out).resolve() in path.resolve().parents:
+        raise ValueError(f"--json {path} lies inside --out {out}, which holds the checkpoint alone; give a name outside it.")
 
 
 def write_json(path, result):
     """Write `result` to `path` (a Path, or None to do nothing), whole or not at all."""
+    check_json(path)
     if path is None:
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

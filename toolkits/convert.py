@@ -88,7 +88,7 @@ def command(flags) -> int:
 
     if upstream.CORE:
         upstream.require_supported()
-    console.check_json(flags.json)
+    console.check_json(flags.json, flags.out)
     planned = _plan(flags)
     if getattr(flags, "ckpt", None) and flags.hf_ref is None:
         print(f"note: no --hf-ref: the checkpoint's arguments say that it is a model of family {planned.config.family.name}"

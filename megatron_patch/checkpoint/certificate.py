@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_patch.checkpoint import output
+from megatron_patch.checkpoint import hashing, output
 from megatron_patch.checkpoint.ledger import HF, MEGATRON, Line
 from megatron_patch.checkpoint.source import WEIGHT_DTYPES
 
@@ -59,6 +59,7 @@ def read(path) -> dict:
         raise ValueError(f"{path} is no certificate of version {VERSION}; expected a {NAME} written by a conversion.")
     names = found.get("left_out")
     if not all(_is_side(found.get(name)) for name in ("source", "target")) or not isinstance(found["source"].get("path"), str) \
+            or found.get("hash") not in hashing.ALGORITHMS or not isinstance(found["source"].get("hf_ref", ""), str | None) \
             or not isinstance(names, list) or not all(isinstance(name, str) for name in names) \
             or not isinstance(found.get("vocab_size"), int) or not 0 < found["vocab_size"] < 10**9:
         raise ValueError(f"{path} does not say what was converted into what; the certificate is damaged.")
@@ -86,7 +87,7 @@ def _is_side(side) -> bool:
 
 
 def _is_line(line) -> bool:
-    return isinstance(line, dict) and line.get("dtype") in DTYPES and isinstance(line.get("hash"), str) \
+    return isinstance(line, dict) and isinstance(line.get("dtype"), str) and line["dtype"] in DTYPES and isinstance(line.get("hash"), str) \
         and isinstance(line.get("shape"), list) and all(isinstance(n, int) and n >= 0 for n in line["shape"])
 
 

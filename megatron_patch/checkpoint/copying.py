@@ -122,11 +122,13 @@ class _Out:
 
 
 def _cast(block, dtype, piece):
-    """``block`` as ``dtype``. Raises ValueError for a number that float16 cannot hold."""
+    """``block`` as ``dtype``. Raises ValueError for a number that it cannot hold."""
     cast = block.to(dtype)
-    if dtype is torch.float16 and not torch.equal(cast.isinf(), block.isinf()):
-        raise ValueError(f"'{piece.names[0]}' holds {block.abs().max().item():.3g}, more than the {torch.finfo(dtype).max:.0f} of float16; "
-                         f"choose --dtype bf16 or fp32.")
+    narrower = torch.finfo(dtype).max < torch.finfo(block.dtype).max
+    if narrower and cast.isinf().any() and not torch.equal(cast.isinf(), block.isinf()):
+        most = block.masked_fill(block.isinf(), 0).abs().max().item()
+        raise ValueError(f"'{piece.names[0]}' holds {most:.7g}, more than the {torch.finfo(dtype).max:.7g} of {dtype}; choose --dtype "
+                         f"{'bf16 or fp32' if dtype is torch.float16 else 'fp32'}.")
     return cast
 
 

@@ -124,8 +124,8 @@ def _today(args) -> dict:
             told.setdefault(name, told[former])
     if told.get("disable_bias_linear"):
         told["add_bias_linear"] = False
-    if told.get("use_rotary_position_embeddings"):
-        told["position_embedding_type"] = "rope"
+    if told.get("use_rotary_position_embeddings") and told.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        told["position_embedding_type"] = "rope"  # the flag of before --position-embedding-type, which then has its default
     spec = told.get("spec")
     if isinstance(spec, (list, tuple)) and len(spec) == 2 and spec[0] == "megatron_patch.spec":
         told["family"] = spec[1]

@@ -28,7 +28,12 @@ COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", "
 NOT_COMPANIONS = ("config.json", "conversion.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
 PREDICTIONS = "num_nextn_predict_layers"  # in config.json
 TEMPLATES = "additional_chat_templates"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+# What save_pretrained and tokenizers write, and remote code by its usual names: what --force may replace.
+OURS = re.compile(
+    r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)|(model\.safetensors|pytorch_model\.bin)\.index\.json|"
+    r"(config|conversion|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|"
+    r"(pre|video_pre)?processor_config|quantize_config|params)\.json|(merges|vocab)\.txt|[\w.-]+\.(model|jinja|tiktoken|spm|bpe)|"
+    r"(configuration|modeling|tokenization|processing|quantization)_\w+\.py|(README|LICENSE)[\w.-]*|\.gitattributes")
 
 
 @dataclass(frozen=True)
@@ -223,13 +228,15 @@ def _header(specs) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """Names in ``folder`` that are no part of a Hugging Face checkpoint."""
+def foreign_files(folder: Path, reference=None) -> list[str]:
+    """Names in ``folder`` that are no part of a Hugging Face checkpoint: none that its files usually have, nor one that the folder
+    ``reference`` has too."""
     names = sorted(path.name for path in folder.iterdir())
     folders = [name for name in names if (folder / name).is_dir() and name != TEMPLATES]
     if "config.json" not in names or folders:
         return folders or names
-    return [n for n in names if not (is_companion(n) or n in ("config.json", "conversion.json") or n.endswith((*WEIGHTS, ".index.json")))]
+    return [name for name in names if not (OURS.fullmatch(name) or name == TEMPLATES
+                                           or reference and is_companion(name) and (Path(reference) / name).is_file())]
 
 
 def _check_target(out: Path, hf_ref, force: bool) -> bool:
@@ -245,7 +252,7 @@ def _check_target(out: Path, hf_ref, force: bool) -> bool:
     found = sorted(p.name for p in out.iterdir())
     if not found:
         return False
-    foreign = foreign_files(out)
+    foreign = foreign_files(out, hf_ref)
     if not force or foreign:
         raise ValueError(f"{out} is not empty (it holds {', '.join((foreign or found)[:4])}...); choose another output folder"
                          + (": --force replaces only a Hugging Face checkpoint." if force else

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_patch.checkpoint import archive_read, legacy_layout, legacy_names, tracker
 from megatron_patch.checkpoint.legacy_layout import Rank
-from megatron_patch.checkpoint.saved_args import CHECKED
+from megatron_patch.checkpoint.saved_args import CHECKED, USUAL
 from megatron_patch.checkpoint.strided import Stored
 
 FILES = (legacy_layout.FILE, "model_rng.pt")  # the second where the optimizer had a file of its own
@@ -89,7 +89,7 @@ def layout_of(folder: Path, config) -> tuple[object, dict[Rank, RankFile]]:
 def _check_agreement(files: list[RankFile]) -> None:
     first = files[0]
     for file in files[1:]:
-        for name in (*SIZES, *CHECKED, "rotary_interleaved"):
+        for name in (*SIZES, *CHECKED, *USUAL):
             have, want = (getattr(one.args, name, None) for one in (file, first))
             if have != want:
                 raise ValueError(f"{file.path} was saved with {name} {have}, {first.path} with {want}; the files are of different "

@@ -118,7 +118,8 @@ class LegacySource(MegatronSource):
 
     def check(self) -> "LegacySource":
         """Raise ValueError unless arguments, tensors and shapes agree with config.json and no tensor of the model is left over."""
-        problems = (differences(self.args, self.given) if self.args is not None else []) + self._problems + self.other_copies(SMALL)
+        told = differences(self.args, self.given, reordered=True) if self.args is not None else []
+        problems = told + self._problems + self.other_copies(SMALL)
         self.refuse(self.folder, problems)
         return self
 

@@ -22,10 +22,16 @@ SAME_NAME = (
     *LATENT, *DELTA, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
 CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
-    "qk_layernorm", "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
+    "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
-    "norm_epsilon", "layernorm_epsilon", "vocab_size", *CLAMPED, *LATENT, *DELTA[2:], "moe_router_num_groups", "moe_router_group_topk",
+    "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, *DELTA[2:-1], "moe_router_num_groups", "moe_router_group_topk",
     "mscale", "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
+# Arguments that change what the same weights compute, with the value that a model without them has.
+USUAL = dict(
+    apply_layernorm_1p=False, qk_layernorm=False, softmax_scale=None, softmax_type="vanilla", window_size=None, squared_relu=False,
+    rotary_interleaved=False, rotary_seq_len_interpolation_factor=1, apply_residual_connection_post_layernorm=False, qk_l2_norm=False,
+    multi_latent_attention=False, no_rope_freq=None, use_mup=False, attention_output_gate=False, glu_linear_offset=0.0,
+    activation_func_clamp_value=None, use_rope_scaling=False, position_embedding_type="rope")
 UNSET = object()
 
 
@@ -89,8 +95,9 @@ def _plain(value):
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-def differences(found, config) -> list[str]:
-    """What the checkpoint's own arguments say differently from ``config``; arguments that it lacks are not compared."""
+def differences(found, config, reordered: bool = False) -> list[str]:
+    """What the checkpoint's own arguments say differently from ``config``; arguments that it lacks are not compared. ``reordered``: rows
+    of an interleaved rope are put in the order of today's."""
     expected, lines = saved_args(config), []
     for name in CHECKED:
         have, want = getattr(found, name, UNSET), getattr(expected, name, UNSET)
@@ -103,6 +110,20 @@ def differences(found, config) -> list[str]:
         if not _same(name, have, want):
             grown = " (grown? pass --vocab-size)" if name == "vocab_size" and isinstance(have, int) and have > want else ""
             lines.append(f"{name} is {have} in the checkpoint, {want} in config.json{grown}")
+    told = {name: value for name, value in vars(found).items() if not (reordered and name == "rotary_interleaved")}
+    return lines + _unusual(told, vars(expected))
+
+
+def _unusual(found, expected) -> list[str]:
+    """Which of the arguments of USUAL differ; one that is None is not compared."""
+    lines = []
+    for name, usual in USUAL.items():
+        have, want = found.get(name), expected.get(name)
+        want = usual if want is None else want
+        if name == "position_embedding_type" and have == "learned_absolute" and found.get("use_rotary_position_embeddings"):
+            have = "rope"  # by the flag of before --position-embedding-type
+        if have is not None and (have or want) and not _same(name, _plain(have), _plain(want)):
+            lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
     return lines
 
 

@@ -58,6 +58,8 @@ class TorchDist:
             raise ValueError(f"'{key}' has parts of another rank")
         if any(first + count > n for at, size in sizes.items() for first, count, n in zip(at, size, self.tensors[key][1])):
             raise ValueError(f"'{key}' has parts beyond its shape")
+        if _overlapping(list(sizes.items())):
+            raise ValueError(f"'{key}' has parts that overlap")
         self._pieces[key] = [piece._replace(size=sizes[piece.offset]) for piece in self._pieces[key]]
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -197,11 +199,32 @@ def _overlap(piece, lead, start, stop):
     return low, high, (slab * size[n] + low - offset[n]) * math.prod(size[n + 1 :])
 
 
+def _overlapping(boxes, axis=0) -> bool:
+    """Whether two of the (offset, size) have a place in common. Parts are told apart axis by axis, as a grid is."""
+    if len(boxes) < 2 or axis == len(boxes[0][0]):
+        return any(_meet(one, other) for number, one in enumerate(boxes) for other in boxes[:number])
+    group, end = [], 0
+    for box in sorted(boxes, key=lambda box: box[0][axis]):
+        if group and box[0][axis] >= end:
+            if _overlapping(group, axis + 1):
+                return True
+            group = []
+        end = max(end if group else 0, box[0][axis] + box[1][axis])
+        group.append(box)
+    return _overlapping(group, axis + 1)
+
+
+def _meet(one, other) -> bool:
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in zip(*one, *other))
+
+
 def _check_format(folder):
     try:
         found = json.loads((folder / "metadata.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'metadata.json'} cannot be read ({error}); the checkpoint is incomplete.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / 'metadata.json'} holds no table of names and values; the checkpoint is damaged.")
     if found.get("sharded_backend") != "torch_dist":
         raise ValueError(f"{folder} has format '{found.get('sharded_backend')}'; only torch_dist is read. "
                          f"Save it with --ckpt-format torch_dist.")

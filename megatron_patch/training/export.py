@@ -17,7 +17,7 @@ def check_export(settings, config) -> None:
     out, source = Path(settings.checkpoint.save_hf), settings.run.hf_model
     if source is not None and out.exists() and out.samefile(source):
         raise ValueError(f"--save-hf {out} is the --hf-model folder itself; choose another folder, or the original would be gone.")
-    found = [out.name] if out.is_file() else foreign_files(out) if out.is_dir() else []
+    found = [out.name] if out.is_file() else foreign_files(out, source) if out.is_dir() else []
     if found:
         raise ValueError(f"--save-hf {out}: {', '.join(found[:4])} there is no part of a Hugging Face model; choose another folder.")
 

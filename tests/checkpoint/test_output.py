@@ -105,10 +105,10 @@ def test_a_link_as_output_stays_a_link(force, made, tmp_path):
     (tmp_path / "link").symlink_to("real")
     if force:
         convert.megatron_to_hf(ckpt, folder, tmp_path / "real").run()
-        (tmp_path / "real" / "old.txt").write_text("x")
+        (tmp_path / "real" / "vocab.txt").write_text("x")
     convert.megatron_to_hf(ckpt, folder, tmp_path / "link", force=force).run()
     assert os.readlink(tmp_path / "link") == "real" and sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
-    assert not (tmp_path / "real" / "old.txt").exists()
+    assert not (tmp_path / "real" / "vocab.txt").exists()
     same_checkpoint(folder, tmp_path / "real")
 
 

@@ -1,0 +1,133 @@
+"""What must not come out wrong, nor destroy anything, without a word: contradictions, damage and files of others are refused."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_patch.checkpoint import certificate, convert
+from megatron_patch.checkpoint.torch_dist_read import TorchDist, _overlapping
+from tests.checkpoint import small
+from toolkits import console
+from toolkits import convert as command
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A Hugging Face folder and its torch_dist checkpoint."""
+    folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA))
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    return folder, tmp_path / "m"
+
+
+def argue(root, **changes):
+    """Change arguments in the checkpoint; ... takes one out."""
+    path = root / "release" / "common.pt"
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(path, weights_only=True)
+    args = vars(common["args"]) | changes
+    common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
+    torch.save(common, path)
+
+
+@pytest.mark.parametrize("change", [
+    dict(apply_layernorm_1p=True), dict(rotary_interleaved=True), dict(qk_layernorm=True), dict(softmax_scale=0.5), dict(squared_relu=True),
+    dict(softmax_type="learnable"), dict(window_size=(7, 0)), dict(rotary_seq_len_interpolation_factor=2), dict(use_rope_scaling=True),
+    dict(apply_residual_connection_post_layernorm=True), dict(multi_latent_attention=True), dict(no_rope_freq=[0, 1]), dict(use_mup=True),
+    dict(qk_l2_norm=True), dict(attention_output_gate=True), dict(glu_linear_offset=1.0), dict(activation_func_clamp_value=7.0),
+    dict(position_embedding_type="none"), dict(position_embedding_type="yarn")], ids=str)  # fmt: skip
+def test_arguments_that_contradict_the_reference(made, tmp_path, change):
+    """Each argument that makes other numbers of the same weights is refused by name, with a reference and without one; without one
+    the arguments alone say that the rope is Llama 3's."""
+    folder, root = made
+    argue(root, **change)
+    for reference in (folder,) if "use_rope_scaling" in change else (folder, None):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            convert.megatron_to_hf(root, reference, tmp_path / "b").run()
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("change", [
+    dict(position_embedding_type="learned_absolute"), dict(position_embedding_type=...), dict(softmax_scale=None), dict(qk_layernorm=None),
+    dict(rotary_seq_len_interpolation_factor=1), dict(window_size=...), dict(apply_layernorm_1p=...), dict(no_rope_freq=None)], ids=str)
+def test_arguments_that_say_the_same(made, tmp_path, change):
+    """What other releases leave out, or say in another way, is no contradiction."""
+    folder, root = made
+    argue(root, **change)
+    convert.megatron_to_hf(root, folder, tmp_path / "b").run()
+
+
+def test_parts_that_overlap(made):
+    """Two parts that overlap leave a hole that their number of values hides: .metadata is refused. Mutant: count values alone."""
+    boxes = [((row, column), (2, 3)) for row in (0, 2) for column in (0, 3, 6)]
+    assert not _overlapping(boxes) and not _overlapping([]) and not _overlapping([((), ())])
+    assert not _overlapping([*boxes[:5], ((2, 6), (1, 3)), ((3, 6), (1, 3))])
+    assert _overlapping([*boxes, ((3, 8), (1, 1))]) and _overlapping([*boxes[:5], ((2, 5), (2, 3))])
+    disk = TorchDist(made[1] / "release")
+    entry = Namespace(properties=Namespace(dtype=torch.float32), size=(8, 4), chunks=[
+        Namespace(offsets=(0, 0), sizes=(4, 4)), Namespace(offsets=(2, 0), sizes=(4, 4))])
+    disk._pieces["x"] = []
+    with pytest.raises(ValueError, match="'x' has parts that overlap"):
+        disk._entry("x", entry)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '"x"', "[" * 200000])
+def test_metadata_that_is_no_table(made, tmp_path, text):
+    """metadata.json of another kind: one line with its path."""
+    folder, root = made
+    (root / "release" / "metadata.json").write_text(text)
+    with pytest.raises(ValueError, match="metadata.json"):
+        convert.megatron_to_hf(root, folder, tmp_path / "b")
+
+
+@pytest.mark.parametrize("damage", [lambda made: made.pop("hash"), lambda made: made["source"].update(hf_ref=5),
+                                    lambda made: next(iter(made["hf"].values())).update(dtype=["x"])])
+def test_a_certificate_of_odd_values(made, damage):
+    """A line of a certificate with another kind of value: damaged, not a traceback."""
+    path = made[1] / "conversion.json"
+    found = json.loads(path.read_text())
+    damage(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="conversion.json.*damaged"):
+        certificate.read(path)
+
+
+def test_numbers_too_large_for_bf16(tmp_path):
+    """3.4e38 would become inf in bf16: refused by name. inf itself stays."""
+    weights = small.tensors(small.LLAMA)
+    weights["lm_head.weight"][1, 2] = float("inf")
+    convert.hf_to_hf(small.write(tmp_path / "x", small.LLAMA, weights), tmp_path / "inf", torch.bfloat16).run()
+    weights["lm_head.weight"][3, 4] = -3.4e38
+    with pytest.raises(ValueError, match="lm_head.weight.*3.4e.38.*bfloat16.*fp32"):
+        convert.hf_to_hf(small.write(tmp_path / "x", small.LLAMA, weights), tmp_path / "y", torch.bfloat16).run()
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_report_destroys_nothing(made, tmp_path, capsys):
+    """--json onto weights, config.json or into the output: refused before any work; an earlier report is replaced."""
+    folder, root = made
+    before = (folder / "model.safetensors").read_bytes()
+    for name in (folder / "model.safetensors", folder / "config.json", root / "release" / "metadata.json", tmp_path / "o" / "config.json"):
+        (tmp_path / "o").mkdir(exist_ok=True)
+        with pytest.raises(SystemExit):
+            command.main(["hf-to-hf", "--hf", str(folder), "--out", str(tmp_path / "o"), "--json", str(name)])
+        assert "--json" in capsys.readouterr().err and not any((tmp_path / "o").iterdir())
+    assert (folder / "model.safetensors").read_bytes() == before
+    for value in (1, 2):
+        console.write_json(tmp_path / "report.json", {"x": value})
+    assert json.loads((tmp_path / "report.json").read_text()) == {"x": 2}
+
+
+@pytest.mark.parametrize("name", ["train.py", "notes.txt", "data.json", "precious.bin", "results.pt"])
+def test_force_replaces_a_checkpoint_only(made, tmp_path, name):
+    """--force does not take along files that are no part of a checkpoint, whatever their ending; files that the source has too may go."""
+    folder, root = made
+    (folder / "modeling_mine.py").write_text("x = 1")
+    (folder / "helpers.py").write_text("x = 1")
+    for _ in range(2):
+        convert.megatron_to_hf(root, folder, tmp_path / "o", force=True).run()
+    (tmp_path / "o" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"{name}.*--force replaces only"):
+        convert.megatron_to_hf(root, folder, tmp_path / "o", force=True).run()
+    assert (tmp_path / "o" / name).read_text() == "mine"
