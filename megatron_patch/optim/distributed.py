@@ -152,8 +152,9 @@ def layout_bound_message(saved, current):
     """What to do when a dp_reshardable checkpoint meets another layout; `saved`, `current`: unpadded elements per bucket."""
     return (
         f"optimizer state: the checkpoint is dp_reshardable and bound to its bucket layout, {_in_short(saved)}; this run has "
-        f"{_in_short(current)}. Resume with the layout and bucket size it was saved with and save it as fully_reshardable "
-        "(--dist-ckpt-optim-fully-reshardable), or load the weights alone with --no-load-optim."
+        f"{_in_short(current)}. Resume with the layout and buckets it was saved with (--reduce-bucket-size, or --overlap-grad-reduce "
+        "--ddp-bucket-size; one bucket without either) and save it as fully_reshardable (--dist-ckpt-optim-fully-reshardable), or load "
+        "the weights alone with --no-load-optim."
     )
 
 
@@ -163,7 +164,7 @@ def _all_sizes(per_buffer):
 
 def _in_short(sizes):
     text = ", ".join(str(size) for size in sizes[:4])
-    return f"{len(sizes)} buckets of {text}{' ...' if len(sizes) > 4 else ''} elements"
+    return f"{len(sizes)} bucket{'s' * (len(sizes) != 1)} of {text}{' ...' if len(sizes) > 4 else ''} elements"
 
 
 def _restore_padding(tensors, buffer):
