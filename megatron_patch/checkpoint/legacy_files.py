@@ -115,6 +115,11 @@ def _sizes(files: dict[str, RankFile], args, config) -> dict:
             rest = [1, *rest] if _all_first(files) else [*rest, 1]
         pp, ep = rest or (1, 1)
         return dict(out, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep)
+    for name in SIZES:
+        size = getattr(args, name, None)
+        if name != SIZES[2] and size is not None and (type(size) is not int or not 0 < size <= len(files)):
+            raise ValueError(f"the arguments in {next(iter(files.values())).path} say {name} {size!r}, and there are {len(files)} files of "
+                             f"ranks; copy the whole checkpoint.")
     out |= {name: getattr(args, name, None) or 1 for name in (SIZES[1], SIZES[3])}
     out[SIZES[0]] = getattr(args, SIZES[0], None) or getattr(args, "model_parallel_size", None) or 1
     if config.get("num_moe_experts"):

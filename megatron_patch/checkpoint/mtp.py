@@ -98,10 +98,11 @@ def on_disk(names, prefix: str) -> int:
 
 
 def released(names, config) -> int:
-    """How many such layers a folder with tensors ``names`` holds whole enough to be taken: those with a projection of their own."""
+    """How many such layers a folder with tensors ``names`` holds: those with a projection or norm that only they have. What one lacks is
+    an error then."""
     if not config.family.extra_layers:
         return 0
-    have, number = set(names), 0
-    while {name := LAYERS.format(layer=config.num_layers + number) + "eh_proj.weight", name.removeprefix("model.")} & have:
+    have, number = {name.removeprefix("model.") for name in names}, 0
+    while any((LAYERS.format(layer=config.num_layers + number) + name).removeprefix("model.") in have for name in AROUND):
         number += 1
     return number

@@ -55,6 +55,15 @@ def test_a_missing_file(root):
     assert f"{root} lacks mp_rank_00_001, mp_rank_01_000" in refusal(root)
 
 
+@pytest.mark.parametrize("size", ["2", 0, -1, True, 10**7])
+def test_a_size_that_cannot_be(root, size):
+    """Sizes that are no numbers, or larger than the files are many, are refused at once: ranks are not counted up to them."""
+    for path in root.glob(f"*/{FILE}"):
+        edit(path, lambda found: setattr(found["args"], "pipeline_model_parallel_size", size))
+    said = refusal(root)
+    assert f"pipeline_model_parallel_size {size!r}" in said and "4 files" in said and FILE in said, said
+
+
 def test_a_file_too_many(root):
     """A rank that the arguments have no place for."""
     shutil.copytree(root / "mp_rank_00_000", root / "mp_rank_02_000")

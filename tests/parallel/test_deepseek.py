@@ -70,8 +70,9 @@ def with_extra_layer(folder, target, around=("enorm", "hnorm", "eh_proj", "share
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
 def test_layers_beyond_the_last(case, zoo, tmp_path, caplog):
-    """A prediction layer comes along in a conversion, bitwise, and repeats embedding and head. What is no whole one, without its
-    projection, is left out with one notice that counts it, and the export has Transformers' own key set. Mutant: no notice."""
+    """A prediction layer comes along in a conversion, bitwise, and repeats embedding and head. A layer beyond the last with nothing
+    that only a prediction layer has is left out with one notice that counts it, and the export has Transformers' own key set; one that
+    lacks a part is refused by that part's name. Mutant: no notice."""
     from pathlib import Path
 
     with_extra_layer(zoo[case], tmp_path / "hub")
@@ -80,12 +81,15 @@ def test_layers_beyond_the_last(case, zoo, tmp_path, caplog):
     assert sorted(same(tmp_path / "hub", tmp_path / "back")) == [
         f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
     assert not [r for r in caplog.records if "beyond" in r.getMessage()]
-    count = with_extra_layer(zoo[case], tmp_path / "half", ("enorm", "hnorm", "shared_head.norm"))
+    count = with_extra_layer(zoo[case], tmp_path / "half", ())
     convert.hf_to_megatron(tmp_path / "half", tmp_path / "n").run()
     (notice,) = [r.getMessage() for r in caplog.records if "beyond" in r.getMessage()]
     assert f"{count} tensors of layers beyond the 4" in notice
     convert.megatron_to_hf(tmp_path / "n", tmp_path / "half", tmp_path / "out").run()
     assert not same(Path(zoo[case]), tmp_path / "out")
+    with_extra_layer(zoo[case], tmp_path / "torn", ("enorm", "hnorm", "shared_head.norm"))
+    with pytest.raises(ValueError, match="model.layers.4.eh_proj.weight"):
+        convert.hf_to_megatron(tmp_path / "torn", tmp_path / "t").run()
 
 
 def test_families_without_such_layers_refuse_them(zoo, tmp_path):
