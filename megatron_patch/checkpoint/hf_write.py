@@ -197,6 +197,8 @@ def copy_companions(source: Path, target: Path) -> list[str]:
         elif path.is_symlink() and not path.exists() and is_companion(path.name):
             raise ValueError(f"{path} is a broken link; download the folder again, or copy it with what its links point to.")
         elif path.is_dir() and path.name == TEMPLATES:
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link to another folder, whose files would be copied; put them there themselves.")
             shutil.copytree(path, target / path.name)
             copied.append(path.name)
     return copied

@@ -61,11 +61,12 @@ def adapted(place, config, version: float, interleaved: bool | None):
     return place if packing is place.slot.packing else replace(place, slot=replace(place.slot, packing=packing))
 
 
-def check_version(version, config) -> float:
-    """``version`` as a number. Raises ValueError for one whose order of QKV rows is not known."""
-    if not isinstance(version, (int, float)) or version not in (0, 1) and version < 2:
+def check_version(version, config=None) -> float:
+    """``version`` as a number. Raises ValueError for one whose order of QKV rows is not known, or, with ``config``, cannot be this
+    model's."""
+    if isinstance(version, bool) or version not in (0, 1, 2, 3):
         raise ValueError(f"checkpoint_version {version!r} is unknown; expected 0, 1, 2 or 3.")
-    if version < 2 and config.num_query_groups != config.num_attention_heads:
+    if config is not None and version < 2 and config.num_query_groups != config.num_attention_heads:
         raise ValueError(f"checkpoint_version {version} has a key head for each of the {config.num_attention_heads} query heads, "
                          f"config.json has {config.num_query_groups}; the version recorded in the file is wrong, or the config.json is "
                          f"another model's.")

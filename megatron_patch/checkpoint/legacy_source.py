@@ -54,7 +54,8 @@ class LegacySource(MegatronSource):
         """The version whose order of QKV rows holds; None: today's."""
         file = next(iter(self.files_of.values()))
         try:
-            return legacy_rows.check_version(file.version, self.given) if file.early else None
+            version = legacy_rows.check_version(file.version, self.given if file.early else None)
+            return version if file.early else None
         except ValueError as error:
             raise ValueError(f"{file.path}: {error}") from None
 

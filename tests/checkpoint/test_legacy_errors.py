@@ -64,6 +64,14 @@ def test_a_size_that_cannot_be(root, size):
     assert f"pipeline_model_parallel_size {size!r}" in said and "4 files" in said and FILE in said, said
 
 
+@pytest.mark.parametrize("version", [99, "x", None, 2.5])
+def test_a_version_that_is_not_known(root, version):
+    """The order of rows of a checkpoint_version that nobody knows is not guessed."""
+    for path in root.glob(f"*/{FILE}"):
+        edit(path, lambda found: found.update(checkpoint_version=version))
+    assert f"checkpoint_version {version!r} is unknown" in refusal(root)
+
+
 def test_a_file_too_many(root):
     """A rank that the arguments have no place for."""
     shutil.copytree(root / "mp_rank_00_000", root / "mp_rank_02_000")

@@ -131,3 +131,13 @@ def test_force_replaces_a_checkpoint_only(made, tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}.*--force replaces only"):
         convert.megatron_to_hf(root, folder, tmp_path / "o", force=True).run()
     assert (tmp_path / "o" / name).read_text() == "mine"
+
+
+def test_a_link_to_templates_elsewhere(made, tmp_path):
+    """Chat templates behind a link to another folder are not copied into the output."""
+    folder, root = made
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="additional_chat_templates is a link"):
+        convert.megatron_to_hf(root, folder, tmp_path / "b").run()
+    assert not (tmp_path / "b").exists()
