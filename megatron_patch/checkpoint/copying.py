@@ -127,8 +127,8 @@ def _cast(block, dtype, piece):
     narrower = torch.finfo(dtype).max < torch.finfo(block.dtype).max
     if narrower and cast.isinf().any() and not torch.equal(cast.isinf(), block.isinf()):
         most = block.masked_fill(block.isinf(), 0).abs().max().item()
-        raise ValueError(f"'{piece.names[0]}' holds {most:.3g}, more than the {torch.finfo(dtype).max:.6g} of {str(dtype)[6:]}; choose "
-                         f"--dtype {'bf16 or fp32' if dtype is torch.float16 else 'fp32'}.")
+        raise ValueError(f"'{piece.names[0]}' holds {most:.3g}, more than the {torch.finfo(dtype).max:.6g} of "
+                         f"{str(dtype).removeprefix('torch.')}; choose --dtype {'bf16 or fp32' if dtype is torch.float16 else 'fp32'}.")
     return cast
 
 

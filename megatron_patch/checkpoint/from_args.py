@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch.nn.functional as F
 
 from megatron_patch import registry
-from megatron_patch.checkpoint.saved_args import LATENT, SAME_NAME, beyond_arguments, saved_args
+from megatron_patch.checkpoint.saved_args import LATENT, SAME_NAME, beyond_arguments, saved_args, with_rope
 from megatron_patch.own import used
 from megatron_patch.rope import Rope
 from megatron_patch.translate import ModelConfig, from_hf, to_hf
@@ -118,14 +118,12 @@ def _unused(name, told) -> bool:
 
 def _today(args) -> dict:
     """Arguments by the names of today: plain values that are set, in the form that ModelConfig has them."""
-    told = {name: value for name, value in vars(args).items() if isinstance(value, (bool, int, float, str, list, tuple))}
+    told = with_rope({name: value for name, value in vars(args).items() if isinstance(value, (bool, int, float, str, list, tuple))})
     for name, former in (("layernorm_epsilon", "norm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
         if former in told:
             told.setdefault(name, told[former])
     if told.get("disable_bias_linear"):
         told["add_bias_linear"] = False
-    if told.get("use_rotary_position_embeddings") and told.get("position_embedding_type", "learned_absolute") == "learned_absolute":
-        told["position_embedding_type"] = "rope"  # the flag of before --position-embedding-type, which then has its default
     spec = told.get("spec")
     if isinstance(spec, (list, tuple)) and len(spec) == 2 and spec[0] == "megatron_patch.spec":
         told["family"] = spec[1]

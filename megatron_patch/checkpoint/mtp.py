@@ -102,7 +102,7 @@ def released(names, config) -> int:
     an error then."""
     if not config.family.extra_layers:
         return 0
-    have, number = {name.removeprefix("model.") for name in names}, 0
-    while any((LAYERS.format(layer=config.num_layers + number) + name).removeprefix("model.") in have for name in AROUND):
+    have, at, number = {name.removeprefix("model.") for name in names}, LAYERS.removeprefix("model."), 0
+    while any(at.format(layer=config.num_layers + number) + name in have for name in AROUND):
         number += 1
     return number

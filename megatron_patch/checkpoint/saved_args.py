@@ -110,8 +110,18 @@ def differences(found, config, reordered: bool = False) -> list[str]:
         if not _same(name, have, want):
             grown = " (grown? pass --vocab-size)" if name == "vocab_size" and isinstance(have, int) and have > want else ""
             lines.append(f"{name} is {have} in the checkpoint, {want} in config.json{grown}")
-    told = {name: value for name, value in vars(found).items() if not (reordered and name == "rotary_interleaved")}
+    told = with_rope(vars(found))
+    if reordered:
+        told.pop("rotary_interleaved", None)
     return lines + _unusual(told, vars(expected))
+
+
+def with_rope(args) -> dict:
+    """``args``, name -> value, in which the flag of before --position-embedding-type counts, which then has its default."""
+    told = dict(args)
+    if told.get("use_rotary_position_embeddings") and told.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        told["position_embedding_type"] = "rope"
+    return told
 
 
 def _unusual(found, expected) -> list[str]:
@@ -120,8 +130,6 @@ def _unusual(found, expected) -> list[str]:
     for name, usual in USUAL.items():
         have, want = found.get(name), expected.get(name)
         want = usual if want is None else want
-        if name == "position_embedding_type" and have == "learned_absolute" and found.get("use_rotary_position_embeddings"):
-            have = "rope"  # by the flag of before --position-embedding-type
         if have is not None and (have or want) and not _same(name, _plain(have), _plain(want)):
             lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
     return lines

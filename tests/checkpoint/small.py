@@ -1,6 +1,7 @@
 """Hand-made checkpoints without Transformers' models: config.json and tensors as plain dicts."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -58,3 +59,13 @@ def write_sharded(folder, config, weights, kind="safetensors", shards=3):
         save_file(part, folder / file) if kind == "safetensors" else torch.save(part, folder / file)
     (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
+
+
+def argue(root, **changes):
+    """Change arguments in the torch_dist checkpoint; ... takes one out."""
+    path = root / "release" / "common.pt"
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(path, weights_only=True)
+    args = vars(common["args"]) | changes
+    common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
+    torch.save(common, path)

@@ -45,14 +45,8 @@ def saved(tmp_path_factory):
 
 
 def plain(root, **changes):
-    """Leave in the torch_dist checkpoint only what stock Megatron-LM has arguments for, with ``changes``; an Unset one is taken out."""
-    path = root / "release" / "common.pt"
-    with torch.serialization.safe_globals([Namespace]):
-        common = torch.load(path, weights_only=True)
-    args = vars(common["args"]) | changes
-    args.pop("family")
-    common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
-    torch.save(common, path)
+    """Leave in the torch_dist checkpoint only what stock Megatron-LM has arguments for, with ``changes``; see small.argue."""
+    small.argue(root, **{"family": ..., **changes})
 
 
 @pytest.mark.parametrize("case", TOLD)

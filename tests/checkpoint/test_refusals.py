@@ -21,16 +21,6 @@ def made(tmp_path):
     return folder, tmp_path / "m"
 
 
-def argue(root, **changes):
-    """Change arguments in the checkpoint; ... takes one out."""
-    path = root / "release" / "common.pt"
-    with torch.serialization.safe_globals([Namespace]):
-        common = torch.load(path, weights_only=True)
-    args = vars(common["args"]) | changes
-    common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
-    torch.save(common, path)
-
-
 @pytest.mark.parametrize("change", [
     dict(apply_layernorm_1p=True), dict(rotary_interleaved=True), dict(qk_layernorm=True), dict(softmax_scale=0.5), dict(squared_relu=True),
     dict(softmax_type="learnable"), dict(window_size=(7, 0)), dict(rotary_seq_len_interpolation_factor=2), dict(use_rope_scaling=True),
@@ -41,7 +31,7 @@ def test_arguments_that_contradict_the_reference(made, tmp_path, change):
     """Each argument that makes other numbers of the same weights is refused by name, with a reference and without one; without one
     the arguments alone say that the rope is Llama 3's."""
     folder, root = made
-    argue(root, **change)
+    small.argue(root, **change)
     for reference in (folder,) if "use_rope_scaling" in change else (folder, None):
         with pytest.raises(ValueError, match=next(iter(change))):
             convert.megatron_to_hf(root, reference, tmp_path / "b").run()
@@ -54,7 +44,7 @@ def test_arguments_that_contradict_the_reference(made, tmp_path, change):
 def test_arguments_that_say_the_same(made, tmp_path, change):
     """What other releases leave out, or say in another way, is no contradiction."""
     folder, root = made
-    argue(root, **change)
+    small.argue(root, **change)
     convert.megatron_to_hf(root, folder, tmp_path / "b").run()
 
 
