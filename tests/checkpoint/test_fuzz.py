@@ -196,6 +196,7 @@ def attempt(kind, name, originals, tmp_path, r):
     return audit(out / "conversion.json")["passed"]
 
 
+@pytest.mark.once("older")
 @pytest.mark.parametrize("runs", [400, pytest.param(2000, marks=pytest.mark.full)])
 def test_mutations(originals, tmp_path, runs):
     """Each ends in ValueError or OSError with words and leaves nothing, or in a whole conversion."""

@@ -13,7 +13,7 @@ from tests.checkpoint import small
 from tests.checkpoint.test_others import same_checkpoint
 
 MOMENTS = 12
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+pytestmark = [pytest.mark.once("older"), pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")]
 
 
 def killed_at(moment, work):

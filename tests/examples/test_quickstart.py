@@ -10,7 +10,6 @@ import pytest
 
 from examples.quickstart import summary, text, training, wheels
 from examples.quickstart.steps import Command, Failure, Steps
-from megatron_patch.upstream import CORE
 from tests import wheel
 from tests.groups import ROOT
 
@@ -132,13 +131,10 @@ def test_a_failing_command_names_its_log(tmp_path):
         Command("json.tool", [tmp_path / "missing.json"], tmp_path / "log").wait()
 
 
-ONE_IN_CI = () if CORE < (0, 17) else (pytest.mark.full,)  # CI's budget holds one run; `make test-full` makes both
-
-
 @pytest.mark.slow
+@pytest.mark.once("older")
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("_", [pytest.param(None, marks=ONE_IN_CI, id="")])
-def test_quick_run_from_the_wheel(tmp_path, _):
+def test_quick_run_from_the_wheel(tmp_path):
     """From the installed wheel, in another folder, `python -m examples.quickstart --quick` passes every check and makes its files."""
     (tmp_path / "wheel").mkdir()
     python = wheel.install(wheel.build(tmp_path / "wheel"), tmp_path / "venv")

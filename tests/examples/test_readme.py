@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patch.upstream import CORE
 from tests.examples import readme
 from tests.families import tiny
 from tests.groups import ROOT
@@ -55,13 +54,10 @@ def run(place, *command, timeout):
     return done.stdout, done.stderr
 
 
-ONE_IN_CI = () if CORE > (0, 17) else (pytest.mark.full,)  # as with test_quickstart.py, which runs on the other environment
-
-
 @pytest.mark.slow
+@pytest.mark.once("newer")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("_", [pytest.param(None, marks=ONE_IN_CI, id="")])
-def test_the_six_commands(place, _):
+def test_the_six_commands(place):
     """The main job of README, word for word: plan, verify at TP2, preprocess, dry run, train on 2 ranks, verify the export; no
     complaint about a missing GPU (B168). Mutants: torch's logger not told to be quiet; a flag in the block misspelt."""
     block = BLOCKS["run", "six commands"]

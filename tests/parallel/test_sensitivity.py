@@ -7,6 +7,7 @@ from tests.groups import run_ranks
 
 
 @pytest.mark.slow
+@pytest.mark.once("newer")
 def test_every_change_shows(zoo):
     """Every case, every tensor part, every rope number, eps; shared-expert gates of three families among them (B131)."""
     moved = run_ranks(1, "tests.parallel.parity:sensitivity", zoo)[0]
