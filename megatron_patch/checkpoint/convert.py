@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_patch import layout
+from megatron_patch import layout, translate
 from megatron_patch.checkpoint import (
     certificate,
     engine,
@@ -28,7 +28,6 @@ from megatron_patch.checkpoint.ledger import Line
 from megatron_patch.checkpoint.mtp import everything, stored_tensors
 from megatron_patch.checkpoint.recipe import File
 from megatron_patch.checkpoint.torch_dist_keys import is_stacked
-from megatron_patch.translate import load_config
 
 Progress = Callable[[int, int], None]
 PROBE = 64 << 20  # bytes read to estimate a duration
@@ -145,7 +144,7 @@ def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, form: Form = Fo
     """Of the HF folder ``hf`` into ``out``/release. ``dtype`` None keeps what is on disk; ``vocab_size``: grown to. Raises ValueError
     for anything that does not fit.
     """
-    config, out = load_config(hf), output.place(out, hf=hf)
+    config, out = translate.load_config(hf), output.place(out, hf=hf)
     torch_dist_write.check_target(out)
     return _to_megatron("hf-to-megatron", *opening.open_hf(hf, config, vocab_size), out, dtype, form)
 
@@ -153,7 +152,7 @@ def hf_to_megatron(hf, out, dtype: torch.dtype | None = None, *, form: Form = Fo
 def hf_to_hf(hf, out, dtype: torch.dtype | None = None, *, max_shard_size="5GB", force: bool = False,
              vocab_size: int | None = None) -> Conversion:
     """Of the HF folder ``hf``, in whatever files and names, into the HF folder ``out`` as save_pretrained writes it."""
-    config, out = load_config(hf), output.place(out, hf=hf)
+    config, out = translate.load_config(hf), output.place(out, hf=hf)
     return _to_hf("hf-to-hf", *opening.open_hf(hf, config, vocab_size), hf, out, dtype, max_shard_size, force)
 
 
@@ -183,6 +182,8 @@ def _to_hf(direction, source, config, origin, hf_ref, out, dtype, max_shard_size
     dtypes = {name: source.dtype(name) if place.slot.buffer else dtype or source.dtype(name)
               for place in everything(config) for name in place.names}
     main = Counter(dtypes.values()).most_common(1)[0][0]
+    if main not in translate.DTYPES.values():
+        raise ValueError(f"the tensors are {main}, in which models are not run; give --dtype fp32, bf16 or fp16.")
     target = HfTarget(out, hf_ref, config, main, max_shard_size, dtypes=dtypes, force=force,
                       tensors=stored_tensors(config))
     lines = ledger.lines(source, config, dtypes.get, lambda place: source.dtype(place.names[0]))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch.nn.functional as F
 
 from megatron_patch import registry
-from megatron_patch.checkpoint.saved_args import LATENT, SAME_NAME, beyond_arguments, saved_args, with_rope
+from megatron_patch.checkpoint.saved_args import LATENT, SAME_NAME, beyond_arguments, saved_args, unused, with_rope
 from megatron_patch.own import used
 from megatron_patch.rope import Rope
 from megatron_patch.translate import ModelConfig, from_hf, to_hf
@@ -37,7 +37,6 @@ EXPERTS = dict(
     moe_router_topk_limited_devices=None)
 LATENTS = dict.fromkeys(LATENT) | dict(rope_type="yarn", rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0,
                                        original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0)
-YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 INSTEAD = "give --hf-ref DIR, a Hugging Face folder with the config.json of this model"
 
 
@@ -95,9 +94,6 @@ def _contradictions(told: Mapping, config) -> list[str]:
     """Arguments that are others than those of ``config``."""
     back, latent = _today(saved_args(config)), told.get("multi_latent_attention")
     compared = {**COMPARED, **(EXPERTS if told.get("num_experts") else {}), **(LATENTS if latent else {})}
-    if latent:  # heads have their own sizes there, and the rope is under other names
-        for name in ("kv_channels", "num_query_groups", "rope_scaling_factor"):
-            del compared[name]
     out = []
     for name, usual in compared.items():
         have, want = (_normal(name, side.get(name), usual, told) for side in (told, back))
@@ -108,12 +104,11 @@ def _contradictions(told: Mapping, config) -> list[str]:
 
 def _unused(name, told) -> bool:
     """Whether the model does not look at the argument."""
-    if name in YARN or name == "rope_type":
-        plain = told.get("rope_type", "yarn") == "rope" or (told.get("rotary_scaling_factor") or 1.0) == 1.0
-        return plain and name != "rotary_scaling_factor"
+    if name == "rope_type":
+        return told.get("rope_type", "yarn") == "rope" or (told.get("rotary_scaling_factor") or 1.0) == 1.0
     if name == "ffn_hidden_size":
         return bool(told.get("num_experts")) and _sparse(told) == 1
-    return name == "rope_scaling_factor" and not told.get("use_rope_scaling")
+    return unused(name, told)
 
 
 def _today(args) -> dict:

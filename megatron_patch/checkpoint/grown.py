@@ -28,9 +28,10 @@ class GrownVocab:
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         have, last = self.source.shape(name)[0], self.shape(name)[0] if last is None else last
-        old = self.source.rows(name, min(first, have), min(last, have))
-        new = last - max(first, have)
-        return torch.cat([old, self._mean(name).expand(new, *old.shape[1:])]) if new > 0 else old
+        if last <= have:
+            return self.source.rows(name, first, last)
+        new = self._mean(name).expand(last - max(first, have), *self.source.shape(name)[1:])
+        return torch.cat([self.source.rows(name, first, have), new]) if first < have else new.contiguous()
 
     def columns(self, name: str, low: int, high: int) -> Tensor:
         return self.rows(name)[:, low:high].contiguous()

@@ -4,6 +4,7 @@ All names, shapes and dtypes follow from the plan, so each shard's header is wri
 rewritten. The folder appears under its name only when it is complete.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from megatron_patch.checkpoint.safetensors_file import CODES
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe")  # tokenizer, generation config, remote code
 NOT_COMPANIONS = ("config.json", "conversion.json", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json")
-PREDICTIONS = "num_nextn_predict_layers"  # in config.json
+PREDICTIONS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # in config.json, the latter Qwen's
 TEMPLATES = "additional_chat_templates"
 # What save_pretrained and tokenizers write, and remote code by its usual names: what --force may replace.
 OURS = re.compile(
@@ -97,7 +98,7 @@ class HfTarget:
         """config.json, with as many prediction layers as there are among the tensors, whatever the reference says."""
         found = translate.to_hf(self.config, self.dtype)
         names = [spec.name for part in self.shards for spec in part]
-        return {**found, PREDICTIONS: released(names, self.config)} if PREDICTIONS in found else found
+        return found | {key: released(names, self.config) for key in PREDICTIONS if key in found}
 
     def _index(self):
         specs = [spec for part in self.shards for spec in part]
@@ -152,8 +153,9 @@ class HfWriter(HfTarget):
     def abort(self) -> None:
         """Remove what was written."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):  # what is still in its buffer may not fit either
+                file.close()
         output.discard(self.out)
 
     def __enter__(self):

@@ -53,9 +53,22 @@ def load(path: Path) -> RankFile:
         raise ValueError(f"{path} holds no 'model' or 'model0'; expected a checkpoint of Megatron-LM.")
     chunks = {key: {".".join(names): tensor for names, tensor in archive_read.tensors(found[key])} for key in sorted(keys, key=_number)}
     early = any(legacy_names.is_early(chunk) for chunk in chunks.values())
-    named = {key: {legacy_names.today(name) if early else name: tensor for name, tensor in chunk.items() if not name.endswith(EXTRA)}
-             for key, chunk in chunks.items()}
+    named = {key: _renamed(path, chunk, early) for key, chunk in chunks.items()}
     return RankFile(path, named, found.get("args"), found.get("checkpoint_version", 0), found.get("iteration"), early)
+
+
+def _renamed(path: Path, chunk: dict, early: bool) -> dict:
+    """The parameters of ``chunk`` under today's names. Raises ValueError where two become one: which of them is the model's is unknown."""
+    out, old = {}, {}
+    for name, tensor in chunk.items():
+        if name.endswith(EXTRA):
+            continue
+        today = legacy_names.today(name) if early else name
+        if today in out:
+            raise ValueError(f"{path} holds '{old[today]}' and '{name}', both of which are '{today}' today; remove the one that the model "
+                             f"does not use, or convert with the tool that wrote them.")
+        out[today], old[today] = tensor, name
+    return out
 
 
 def first_args(folder: Path):

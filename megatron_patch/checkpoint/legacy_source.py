@@ -53,6 +53,9 @@ class LegacySource(MegatronSource):
     def _order(self) -> float | None:
         """The version whose order of QKV rows holds; None: today's."""
         file = next(iter(self.files_of.values()))
+        if file.early and hasattr(file.args, "causal_lm"):
+            raise ValueError(f"{file.path} is of Megatron-LLaMA (its arguments have causal_lm), which keeps the rows of query, key "
+                             f"and value in another order than its checkpoint_version says; convert it with Megatron-LLaMA's own tools.")
         try:
             version = legacy_rows.check_version(file.version, self.given if file.early else None)
             return version if file.early else None

@@ -29,27 +29,28 @@ def partial(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
 
 
-def place(out, **inputs) -> Path:
-    """``out`` with links followed, so that what stands behind a link is written and the link stays. ``inputs``: what is read, by the
-    name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder, which a rename would delete, or
-    with a name that leaves no room for what is built beside it."""
+def place(out, asked: str = "--out", **inputs) -> Path:
+    """``out`` with links followed, so that what stands behind a link is written and the link stays. ``asked``: its option;
+    ``inputs``: what is read, by the name of its option. Raises ValueError for an ``out`` inside one of them, or the current folder,
+    which a rename would delete, or with a name that leaves no room for what is built beside it."""
     try:
         target = Path(out).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name
         raise ValueError(f"{out} cannot be used as an output folder ({error}).") from None
-    _check_length(target)
+    _check_length(target, asked)
     if target.is_dir() and target.samefile("."):
         raise ValueError(f"{target} is the current folder, which cannot be replaced while this runs in it; name a folder inside it, "
                          f"or start from another one.")
     for option, folder in inputs.items():
         if folder is not None and target in Path(folder).resolve().parents:
-            raise ValueError(f"{target} holds {folder} (--{option.replace('_', '-')}), which it would replace; choose another --out.")
+            raise ValueError(f"{target} holds {folder} (--{option.replace('_', '-')}), which it would replace; choose another {asked}.")
         if folder is not None and Path(folder).resolve() in target.parents:
-            raise ValueError(f"{target} lies inside {folder}, which is only read (--{option.replace('_', '-')}); choose another --out.")
+            raise ValueError(f"{target} lies inside {folder}, which is only read (--{option.replace('_', '-')}); choose another "
+                             f"{asked}.")
     return target
 
 
-def _check_length(target: Path) -> None:
+def _check_length(target: Path, asked: str) -> None:
     here = next(folder for folder in target.parents if os.path.isdir(folder))
     beside = max(len(os.fsencode(path.name)) for path in (partial(target), replaced(target))) - len(os.fsencode(target.name))
     try:
@@ -59,7 +60,7 @@ def _check_length(target: Path) -> None:
     for part, most in (*((part, name) for part in target.parent.parts), (target.name, name - beside), (str(target), whole)):
         size = len(os.fsencode(part))
         if size > most:
-            raise ValueError(f"--out {str(target)[:40]}... is too long: '{part[:40]}...' has {size} bytes, at most {most} fit, with room "
+            raise ValueError(f"{asked} {str(target)[:40]}... is too long: '{part[:40]}...' has {size} bytes, at most {most} fit, with room "
                              f"for what is built beside it and in it; choose a shorter name.")
 
 

@@ -4,6 +4,7 @@ Source: megatron/training/checkpointing.py (0.19.2), load_args_from_checkpoint a
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 
 import torch.nn.functional as F
 
@@ -11,6 +12,7 @@ from megatron_patch.own import used
 
 CLAMPED = ("softmax_type", "glu_linear_offset", "activation_func_clamp_value")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 DELTA = ("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
          "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate")
 SAME_NAME = (
@@ -19,11 +21,13 @@ SAME_NAME = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_load_balancing_type",
     "moe_aux_loss_coeff", "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "softmax_scale", *CLAMPED,
-    *LATENT, *DELTA, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype")
+    *LATENT, *DELTA, "multi_latent_attention", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "no_rope_freq",
+    "qk_l2_norm", "apply_residual_connection_post_layernorm")
 CHECKED = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias",
     "normalization", "swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size",
-    "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent",
+    "moe_router_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size", "moe_layer_freq", "rotary_base", "rotary_percent", "rope_scaling_factor",
     "norm_epsilon", "layernorm_epsilon", "vocab_size", *LATENT, *DELTA[2:-1], "moe_router_num_groups", "moe_router_group_topk",
     "mscale", "rotary_scaling_factor", "mscale_all_dim")  # 0.16 and earlier say norm_epsilon
 # Arguments that change what the same weights compute, with the value that a model without them has.
@@ -31,17 +35,19 @@ USUAL = dict(
     apply_layernorm_1p=False, qk_layernorm=False, softmax_scale=None, softmax_type="vanilla", window_size=None, squared_relu=False,
     rotary_interleaved=False, rotary_seq_len_interpolation_factor=1, apply_residual_connection_post_layernorm=False, qk_l2_norm=False,
     multi_latent_attention=False, no_rope_freq=None, use_mup=False, attention_output_gate=False, glu_linear_offset=0.0,
-    activation_func_clamp_value=None, use_rope_scaling=False, position_embedding_type="rope")
+    activation_func_clamp_value=None, use_rope_scaling=False, position_embedding_type="rope", moe_router_score_function="softmax")
 UNSET = object()
 
 
 def saved_args(config, dtype=None) -> Namespace:
     """The arguments of ``config`` at one rank. Plain values only, so that a weights-only reader takes them."""
     args = Namespace(**{name: _plain(config.get(name)) for name in SAME_NAME if config.get(name) is not None})
+    gated = bool(config.get("gated_linear_unit"))
     args.__dict__.update(
         norm_epsilon=config.layernorm_epsilon, layernorm_epsilon=config.layernorm_epsilon,
-        swiglu=bool(config.get("gated_linear_unit")) and config.get("activation_func") is F.silu, num_experts=config.get("num_moe_experts"),
-        group_query_attention=config.num_query_groups != config.num_attention_heads, squared_relu=False,
+        swiglu=gated and config.get("activation_func") is F.silu, num_experts=config.get("num_moe_experts"),
+        group_query_attention=config.num_query_groups != config.num_attention_heads,
+        squared_relu=_activation(config) == "squared_relu", quick_geglu=_activation(config) == "quick_gelu" and gated,
         apply_layernorm_1p=bool(config.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False, untie_embeddings_and_output_weights=not config.tied,
         mtp_num_layers=config.get("mtp_num_layers"),
@@ -88,7 +94,14 @@ def _positions(config) -> dict:
         out.update(use_rope_scaling=True, rope_scaling_factor=config.rope.scaling.get("factor", 8.0))
     if config.get("multi_latent_attention"):
         out.update(config.rope.latent())
+    elif config.rope.type == "linear" and float(config.rope.scaling["factor"]).is_integer():
+        out.update(rotary_seq_len_interpolation_factor=int(config.rope.scaling["factor"]))
     return out
+
+
+def _activation(config) -> str:
+    """The name of the activation function, which is core's or torch's."""
+    return getattr(config.get("activation_func"), "__name__", "")
 
 
 def _plain(value):
@@ -100,6 +113,8 @@ def differences(found, config, reordered: bool = False) -> list[str]:
     of an interleaved rope are put in the order of today's."""
     expected, lines = saved_args(config), []
     for name in CHECKED:
+        if unused(name, vars(expected)) and unused(name, vars(found)):
+            continue
         have, want = getattr(found, name, UNSET), getattr(expected, name, UNSET)
         if have is UNSET or have is None or want is UNSET or want is None:
             if name == "num_experts" and have is not UNSET and bool(have) != bool(want):
@@ -107,13 +122,36 @@ def differences(found, config, reordered: bool = False) -> list[str]:
             continue
         if name == "num_query_groups" and not getattr(found, "group_query_attention", True):
             have = getattr(found, "num_attention_heads", have)
+        if name == "rotary_scaling_factor":
+            have = _scaling(vars(found))
         if not _same(name, have, want):
             grown = " (grown? pass --vocab-size)" if name == "vocab_size" and isinstance(have, int) and have > want else ""
             lines.append(f"{name} is {have} in the checkpoint, {want} in config.json{grown}")
     told = with_rope(vars(found))
+    if config.rope.type == "yarn" and told.get("position_embedding_type") == "yarn":
+        told["position_embedding_type"] = "rope"
     if reordered:
         told.pop("rotary_interleaved", None)
     return lines + _unusual(told, vars(expected))
+
+
+def unused(name: str, told: Mapping) -> bool:
+    """Whether a model with the arguments ``told`` does not look at the one called ``name``. Source: megatron/core/transformer,
+    multi_latent_attention.py and moe/moe_utils.py, topk_routing_with_score_function; mscale multiplies the logarithm of the factor."""
+    if told.get("multi_latent_attention") and name in ("kv_channels", "num_query_groups", "rope_scaling_factor"):
+        return True  # heads have their own sizes there, and the rope is under other names
+    if name == "rope_scaling_factor":
+        return not told.get("use_rope_scaling")
+    if name == "moe_router_score_function":
+        return not told.get("num_experts")
+    if name == "moe_router_pre_softmax":
+        return told.get("moe_router_score_function") == "sigmoid"
+    return name in YARN and name != "rotary_scaling_factor" and _scaling(told) == 1.0
+
+
+def _scaling(told) -> float:
+    """YaRN's factor."""
+    return 1.0 if told.get("rope_type", "yarn") == "rope" else told.get("rotary_scaling_factor") or 1.0
 
 
 def with_rope(args) -> dict:
@@ -130,7 +168,7 @@ def _unusual(found, expected) -> list[str]:
     for name, usual in USUAL.items():
         have, want = found.get(name), expected.get(name)
         want = usual if want is None else want
-        if have is not None and (have or want) and not _same(name, _plain(have), _plain(want)):
+        if have is not None and (have or want) and not unused(name, expected) and not _same(name, _plain(have), _plain(want)):
             lines.append(f"{name} is {have} in the checkpoint, {want} in config.json")
     return lines
 

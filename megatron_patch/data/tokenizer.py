@@ -1,9 +1,7 @@
 """The tokenizer of a Hugging Face folder behind the names core's datasets use. Imports neither torch nor megatron."""
 
-import logging
 from pathlib import Path
 
-LOG = logging.getLogger(__name__)
 TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
 NO_PAD = -1  # an id no dataset holds, so that core takes no real token for padding
 
@@ -108,10 +106,9 @@ def build_tokenizer(kind: str, model: str | None = None, vocab_size: int | None 
     return HuggingFaceTokenizer(model, **options)
 
 
-def compare_with_embedding(tokenizer, rows: int) -> None:
-    """Log when the tokenizer's size is not the number of embedding rows: common in HF folders, and no error."""
+def unlike_embedding(tokenizer, rows: int) -> str | None:
+    """A line about a tokenizer whose size is not the number of embedding rows: common in HF folders, and no error."""
+    said = f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"
     if tokenizer.vocab_size > rows:
-        LOG.warning("tokenizer has %d tokens, the embedding %d rows: ids from %d on would be out of range",
-                    tokenizer.vocab_size, rows, rows)
-    elif tokenizer.vocab_size < rows:
-        LOG.info("tokenizer has %d tokens, the embedding %d rows: the rest is never used", tokenizer.vocab_size, rows)
+        return f"{said}: ids from {rows} on would be out of range"
+    return f"{said}: the rest is never used" if tokenizer.vocab_size < rows else None

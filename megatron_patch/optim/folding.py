@@ -118,7 +118,7 @@ class Folding:
         factor = self.folded_chunks[0].pending
         norm = float(self.get_grad_norm()) * factor
         if self.refuses_non_finite and not math.isfinite(norm):
-            raise NonFiniteGradients(self._where_not_finite(norm))
+            raise NonFiniteGradients(f"the gradient norm is {norm}; {where_not_finite(self.folded_chunks)}")
         for part in self.chained_optimizers:
             if not _is_stub(part):
                 clip = part.config.clip_grad
@@ -126,12 +126,14 @@ class Folding:
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 
-    def _where_not_finite(self, norm) -> str:
-        names = [name for chunk in self.folded_chunks for name, param in chunk.module.named_parameters()
-                 if hasattr(param, "main_grad") and not bool(param.main_grad.isfinite().all())]
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        return (f"the gradient norm is {norm}; no weight was changed. On this rank gradients are not finite in: {shown or 'none'}. "
-                "Look at the data and the learning rate; --no-check-for-nan-in-loss-and-grad trains on regardless.")
+
+def where_not_finite(chunks) -> str:
+    """What to say of gradients that are not finite, by the names of this rank's parameters."""
+    names = [name for chunk in chunks for name, param in chunk.module.named_parameters()
+             if hasattr(param, "main_grad") and not bool(param.main_grad.isfinite().all())]
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return (f"no weight was changed. On this rank gradients are not finite in: {shown or 'none'}. "
+            "Look at the data and the learning rate; --no-check-for-nan-in-loss-and-grad trains on regardless.")
 
 
 def _is_stub(part) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_patch.checkpoint import output
 from megatron_patch.checkpoint.hf_write import foreign_files
 from megatron_patch.training.assemble import Job, gather_parameters
 
@@ -17,9 +18,13 @@ def check_export(settings, config) -> None:
     out, source = Path(settings.checkpoint.save_hf), settings.run.hf_model
     if source is not None and out.exists() and out.samefile(source):
         raise ValueError(f"--save-hf {out} is the --hf-model folder itself; choose another folder, or the original would be gone.")
-    found = [out.name] if out.is_file() else foreign_files(out, source) if out.is_dir() else []
-    if found:
-        raise ValueError(f"--save-hf {out}: {', '.join(found[:4])} there is no part of a Hugging Face model; choose another folder.")
+    output.place(out, asked="--save-hf", hf_model=source)
+    output.place(interval_folder(settings, 0), asked="--save-hf", hf_model=source)
+    for folder in (out, *out.parent.glob(f"{out.name}-iter_*")):
+        found = [folder.name] if folder.is_file() else foreign_files(folder, source) if folder.is_dir() else []
+        if found:
+            raise ValueError(f"--save-hf {out}: {', '.join(found[:4])} in {folder} is no part of a Hugging Face model; choose another "
+                             f"folder.")
 
 
 def interval_folder(settings, iteration: int) -> Path:

@@ -20,7 +20,8 @@ SAVED = tuple("""
     position_embedding_type rotary_base rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor
     rope_scaling_low_freq_factor rope_scaling_high_freq_factor rope_scaling_original_max_position_embeddings
     rotary_seq_len_interpolation_factor max_position_embeddings normalization layernorm_epsilon layernorm_zero_centered_gamma
-    add_bias_linear add_qkv_bias qk_layernorm swiglu squared_relu untie_embeddings_and_output_weights
+    add_bias_linear add_qkv_bias qk_layernorm qk_l2_norm swiglu squared_relu quick_geglu untie_embeddings_and_output_weights
+    no_rope_freq apply_residual_connection_post_layernorm
     apply_query_key_layer_scaling window_size window_attn_skip_freq num_experts moe_layer_freq moe_ffn_hidden_size
     moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_shared_expert_intermediate_size

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from megatron_patch import parallel
+from megatron_patch.data.tokenizer import unlike_embedding
 from megatron_patch.training.assemble import assemble
 from megatron_patch.training.checkpoint_folder import find
 from megatron_patch.training.checkpointing import Saver
@@ -39,7 +40,7 @@ def train(settings):
     progress = load(job, found, common) if found else Progress()
     feed = Feed(settings, tokenizer, job.length, job.at.dp, len(job.chunks), config.vocab_size)
     report = parallel.on_first_rank(lambda: Report(settings, progress.iteration, job.length.train_iters)) or Silent()
-    _introduce(report, settings, found, progress)
+    _introduce(report, settings, found, progress, unlike_embedding(tokenizer, config.vocab_size))
     stop = Stop(settings.run)
     loop = Loop(job, feed, progress, report, Saver(settings) if settings.checkpoint.save else None, stop)
     try:
@@ -59,8 +60,8 @@ def config_and_tokenizer(settings):
     return model_config(settings, tokenizer.vocab_size), tokenizer
 
 
-def _introduce(report, settings, found, progress) -> None:
-    for line in settings.notices:
+def _introduce(report, settings, found, progress, about_vocabulary) -> None:
+    for line in (*settings.notices, *filter(None, [about_vocabulary])):
         report.note(line)
     if found and not found.release and progress.iteration:
         report.note(f"resuming at iteration {progress.iteration} from {found.path}")

@@ -10,6 +10,7 @@ from megatron_patch import load_config
 from megatron_patch.checkpoint import convert, hf
 from megatron_patch.checkpoint.audit import audit
 from megatron_patch.checkpoint.folder import HfFolder, Source
+from megatron_patch.checkpoint.grown import GrownVocab
 from tests.checkpoint import small
 
 GROWN = 45
@@ -38,6 +39,20 @@ def test_grown_rows(tmp_path, tied):
         assert json.loads((tmp_path / name / "config.json").read_text())["vocab_size"] == GROWN
     for name in "mbhnc":
         assert audit(tmp_path / name / "conversion.json")["passed"], name
+
+
+def test_new_rows_alone(tmp_path):
+    """A block that has new rows only, from a Megatron source too: 9 MB of them. Mutant: old rows asked for where there are none."""
+    weights = small.tensors(small.LLAMA)
+    folder = small.write(tmp_path / "x", small.LLAMA, weights)
+    convert.hf_to_megatron(folder, tmp_path / "m").run()
+    convert.megatron_to_hf(tmp_path / "m", folder, tmp_path / "b", vocab_size=140_000).run()
+    for name, table in load_file(tmp_path / "b" / "model.safetensors").items():
+        if table.shape[0] == 140_000:
+            mean = weights[name].double().mean(0).float()
+            assert torch.equal(table[:40], weights[name]) and torch.equal(table[40:], mean.expand(139_960, -1))
+    source = GrownVocab(Source(HfFolder(folder), load_config(folder).family, load_config(folder)), ["lm_head.weight"], 45)
+    assert torch.equal(source.rows("lm_head.weight", 42, 45), source.rows("lm_head.weight")[42:])
 
 
 def test_refusals(tmp_path):

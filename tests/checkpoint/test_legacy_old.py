@@ -121,6 +121,32 @@ def test_versions_that_cannot_be_are_refused(tmp_path):
         LegacySource(tmp_path / "b", from_hf(config))
 
 
+def test_another_flavour_is_refused(tmp_path):
+    """Megatron-LLaMA keeps [q; k; v] under version 3.0 (B07): known by an argument of its own."""
+    config, hf = model()
+    save(tmp_path, hf, config, 3.0)
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    with safe_globals([Namespace]):
+        found = torch.load(path, weights_only=True)
+    found["args"].causal_lm = False
+    torch.save(found, path)
+    with pytest.raises(ValueError, match="Megatron-LLaMA"):
+        LegacySource(tmp_path, from_hf(config))
+
+
+def test_two_names_of_one_parameter(tmp_path):
+    """A head and, under the old name of a tied head's copy, the embedding: refused with both names, not one taken (B07)."""
+    config, hf = model()
+    save(tmp_path, hf, config, 3.0)
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    with safe_globals([Namespace]):
+        found = torch.load(path, weights_only=True)
+    found["model"]["word_embeddings_for_head"] = {"weight": found["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]}
+    torch.save(found, path)
+    with pytest.raises(ValueError, match="output_layer.weight' and 'word_embeddings_for_head.weight'"):
+        LegacySource(tmp_path, from_hf(config))
+
+
 def turned(tensor, heads, rotated, interleaved):
     """Rows of each head in the other rope's order: halves to pairs of neighbours (``interleaved``), or back."""
     head = tensor.unflatten(0, (heads, -1))

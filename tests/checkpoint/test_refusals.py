@@ -1,12 +1,16 @@
 """What must not come out wrong, nor destroy anything, without a word: contradictions, damage and files of others are refused."""
 
 import json
+import shutil
 from argparse import Namespace
 
 import pytest
 import torch
 
+from megatron_patch import load_config
 from megatron_patch.checkpoint import certificate, convert
+from megatron_patch.checkpoint.hf_write import HfWriter
+from megatron_patch.checkpoint.saved_args import differences, saved_args
 from megatron_patch.checkpoint.torch_dist_read import TorchDist, _overlapping
 from tests.checkpoint import small
 from toolkits import console
@@ -46,6 +50,38 @@ def test_arguments_that_say_the_same(made, tmp_path, change):
     folder, root = made
     small.argue(root, **change)
     convert.megatron_to_hf(root, folder, tmp_path / "b").run()
+
+
+@pytest.mark.parametrize("case, change", [
+    ("deepseek_v3", dict(kv_channels=7)), ("deepseek_v3", dict(num_query_groups=1)), ("deepseek_v3", dict(moe_router_pre_softmax=True)),
+    ("moonlight", dict(mscale_all_dim=0.5)), ("moonlight", dict(rope_type="rope", rotary_scaling_factor=40.0))], ids=str)  # fmt: skip
+def test_arguments_without_effect(hf, case, change):
+    """What a model does not look at may differ: sizes of ordinary heads under latent attention, a softmax before a sigmoid, a scale whose
+    factor is 1."""
+    config = load_config(hf[case])
+    assert differences(Namespace(**{**vars(saved_args(config)), **change}), config) == []
+
+
+@pytest.mark.parametrize("case, change", [
+    ("mixtral", dict(moe_router_score_function="sigmoid")), ("deepseek_v3", dict(moe_router_topk_scaling_factor=1.25)),
+    ("deepseek_v3", dict(rotary_scaling_factor=2.0)), ("qwen3", dict(kv_channels=7)),
+    ("mixtral", dict(moe_router_pre_softmax=True))], ids=str)  # fmt: skip
+def test_arguments_with_an_effect(hf, case, change):
+    """The same and others where they count."""
+    config = load_config(hf[case])
+    (line,) = differences(Namespace(**{**vars(saved_args(config)), **change}), config)
+    assert line.startswith(f"{next(iter(change))} is {next(iter(change.values()))} in the checkpoint")
+
+
+def test_another_factor_of_rope(tmp_path):
+    """Llama 3's rope stretched 32 times is not the one stretched 8 times; the same YaRN, said as Megatron-LM says it, is the same."""
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+    config = load_config(small.write(tmp_path / "a", {**small.LLAMA, "rope_scaling": scaling}, None))
+    found = Namespace(**{**vars(saved_args(config)), "rope_scaling_factor": 32.0})
+    assert differences(found, config) == ["rope_scaling_factor is 32.0 in the checkpoint, 8.0 in config.json"]
+    yarn = load_config(small.write(tmp_path / "b", {**small.LLAMA, "rope_scaling": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16)}, None))
+    assert differences(Namespace(**{**vars(saved_args(yarn)), "position_embedding_type": "yarn"}), yarn) == []
 
 
 def test_parts_that_overlap(made):
@@ -94,6 +130,23 @@ def test_numbers_too_large_for_bf16(tmp_path):
     assert not (tmp_path / "y").exists()
 
 
+def test_doubles(tmp_path):
+    """float64 is no dtype of a model here: asked for another; mutant: written, and refused by the next command."""
+    folder = small.write(tmp_path / "x", small.LLAMA, small.tensors(small.LLAMA, torch.float64))
+    with pytest.raises(ValueError, match="float64.*--dtype"):
+        convert.hf_to_hf(folder, tmp_path / "y")
+    convert.hf_to_hf(folder, tmp_path / "y", torch.float32).run()
+
+
+def test_prediction_layers_that_are_not_there(hf, tmp_path):
+    """Qwen3.5's config.json counts layers that its text model does not have: none after an export (B21)."""
+    config = json.loads((hf["qwen3_5"] / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    shutil.copytree(hf["qwen3_5"], tmp_path / "x")
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    convert.hf_to_hf(tmp_path / "x", tmp_path / "y").run()
+    assert json.loads((tmp_path / "y" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+
+
 def test_a_report_destroys_nothing(made, tmp_path, capsys):
     """--json onto weights, config.json or into the output: refused before any work; an earlier report is replaced."""
     folder, root = made
@@ -131,3 +184,14 @@ def test_a_link_to_templates_elsewhere(made, tmp_path):
     with pytest.raises(ValueError, match="additional_chat_templates is a link"):
         convert.megatron_to_hf(root, folder, tmp_path / "b").run()
     assert not (tmp_path / "b").exists()
+
+
+def test_giving_up_on_a_full_disk(made, tmp_path):
+    """What is in a file's buffer when the disk is full cannot be written by closing it either: the output is removed all the same.
+    Mutant: a plain close."""
+    folder, _ = made
+    writer = HfWriter(tmp_path / "o", folder, load_config(folder))
+    writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    writer._file.write(b"buffered")
+    writer.abort()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "x"]

@@ -1,10 +1,8 @@
 """The tokenizer behind core's names. Oracle: the Hugging Face tokenizer itself."""
 
-import logging
-
 import pytest
 
-from megatron_patch.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, build_tokenizer, compare_with_embedding
+from megatron_patch.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, build_tokenizer, unlike_embedding
 from tests.data.conftest import WORDS, save_tokenizer
 
 
@@ -36,12 +34,10 @@ def test_vocab_size_counts_added_tokens(tmp_path):
     assert ours.vocab_size == len(WORDS) + 3 == max(ours.tokenize("<x> <y> <z>")) + 1
 
 
-def test_a_size_unlike_the_embedding_is_logged_not_refused(hf_dir, caplog):
-    """10 tokens against 8, 10 and 12 rows: a warning, nothing, a note (B20)."""
-    caplog.set_level(logging.INFO)
-    for rows in (8, 10, 12):
-        compare_with_embedding(HuggingFaceTokenizer(hf_dir), rows)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+def test_a_size_unlike_the_embedding_is_told_not_refused(hf_dir):
+    """10 tokens against 8, 10 and 12 rows: ids that do not fit, nothing, rows that are never used (B20)."""
+    said = [unlike_embedding(HuggingFaceTokenizer(hf_dir), rows) for rows in (8, 10, 12)]
+    assert "10 tokens, the embedding 8 rows: ids from 8 on" in said[0] and said[1] is None and "12 rows: the rest is never" in said[2]
 
 
 def test_eod_is_eos_else_sep_else_nothing(tmp_path):

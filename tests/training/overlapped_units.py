@@ -27,7 +27,31 @@ class Sums(torch.nn.Module):
         return total
 
 
-def build(**choices):
+class Layer(torch.nn.Module):
+    """A module with a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(256))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Layers(torch.nn.Module):
+    """Eight of them, of which some are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.config = torch.nn.ModuleList([Layer() for _ in range(8)]), None
+
+    def forward(self, x, without=()):
+        for number, layer in enumerate(self.layers):
+            x = x if number in without else layer(x)
+        return x.sum()
+
+
+def build(kind=Sums, **choices):
     """(module, its OverlappedDDP) with buckets of 50 elements."""
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -41,9 +65,48 @@ def build(**choices):
     choices.setdefault("reduction", reduction.AllToAll())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
                                            align_param_gather=True, bucket_size=50)
-    module = Sums()
+    module = kind()
     model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)  # the mean over ranks is DDP's own
     return module, overlapped(**choices)(model, config, module)
+
+
+def modules_left_out() -> dict:
+    """{case: largest distance of a gradient from its value by hand} where a module is left out of a step: by one rank in the first, when
+    nothing is gathered ahead, and by all ranks while its parameters are on their way."""
+    out, x = {}, torch.ones(256)
+    for name, left_out in (("first step", [{5} if dist.get_rank() else (), ()]), ("gathered in vain", [(), {5}, (), ()])):
+        module, ddp = build(Layers)
+        apart = []
+        for without in left_out:
+            ddp.zero_grad_buffer()
+            ddp(x.requires_grad_(), without).backward()
+            ddp.finish_grad_sync()
+            users = torch.tensor(float(5 not in without))
+            dist.all_reduce(users)
+            expected = [users.item() / dist.get_world_size() if number == 5 else 1.0 for number in range(8)]
+            apart += [(layer.weight.main_grad - value).abs().max().item() for layer, value in zip(module.layers, expected, strict=True)
+                      if layer.weight.main_grad.numel()]
+            ddp.start_param_sync()  # as the optimizer does once it has stepped
+        out[name] = max(apart)
+    return out
+
+
+def not_finite() -> list:
+    """[what finish_grad_sync raises when one rank's gradients have a nan, the same without the check]"""
+    from megatron_patch.optim.folding import NonFiniteGradients
+
+    found = []
+    for check in (True, False):
+        _, ddp = build(Layers)
+        ddp.ddp_config.check_for_nan_in_grad = check
+        ddp.zero_grad_buffer()
+        ddp(torch.full((256,), float("nan") if dist.get_rank() else 1.0, requires_grad=True)).backward()
+        try:
+            ddp.finish_grad_sync()
+            found.append("")
+        except NonFiniteGradients as error:
+            found.append(str(error))
+    return found
 
 
 def factors(rank: int, micro: int) -> dict:
@@ -213,4 +276,5 @@ def traffic() -> dict:
     ddp.finish_grad_sync()
     numel = sum(bucket.numel for bucket in ddp.order)
     held = ddp.report()
-    return {**held, "sent": numel // 2 * 4, "shards": numel // 2 * 4, "slots": ddp.pool.nbytes()}
+    gathered = numel // 2 * 4  # for the first forward pass
+    return {**held, "sent": numel // 2 * 4 + gathered, "shards": numel // 2 * 4, "slots": ddp.pool.nbytes()}

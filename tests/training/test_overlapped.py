@@ -145,6 +145,21 @@ def test_odd_ends_of_a_step():
 
 
 @pytest.mark.timeout(100)
+def test_modules_that_a_step_leaves_out():
+    """A module that one rank does not run in the first step, and one that no rank runs while its parameters are on their way: gradients
+    are right, nobody waits. Mutants: gather when a module runs; leave what no forward pass has waited for."""
+    for found in run_ranks(2, "tests.training.overlapped_units:modules_left_out", timeout=90):
+        assert len(found) == 2 and max(found.values()) == 0, found
+
+
+@pytest.mark.timeout(100)
+def test_gradients_that_are_not_finite():
+    """A nan on one rank stops all ranks before the optimizer steps, where no other check does; not when the check is off."""
+    for found in run_ranks(2, "tests.training.overlapped_units:not_finite", timeout=90):
+        assert "no weight was changed" in found[0] and "layers.0.weight" in found[0] and found[1] == "", found
+
+
+@pytest.mark.timeout(100)
 def test_reductions_begin_under_the_backward_pass():
     """The first bucket is under way before the gradients of the last one arrive, and every bucket is launched once, in order (#827)."""
     for seen, launches, buckets in run_ranks(2, "tests.training.overlapped_units:overlap", timeout=90):

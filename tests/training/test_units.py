@@ -276,6 +276,49 @@ def test_an_export_may_not_replace_its_source(tmp_path):
         check(tmp_path / "other")
 
 
+def test_an_export_that_would_fail_at_its_end(tmp_path, monkeypatch):
+    """--save-hf inside the source, the current folder, a name too long, a foreign file in an interval's folder: refused before training.
+    Mutant: only the final folder looked at."""
+    from types import SimpleNamespace
+
+    from megatron_patch.training.export import check_export
+
+    (tmp_path / "source").mkdir()
+    (tmp_path / "new-iter_0000010").mkdir()
+    (tmp_path / "new-iter_0000010" / "thesis.docx").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out, words in ((tmp_path / "source" / "out", "--hf-model.*choose another --save-hf"), (".", "current folder"),
+                       ("x" * 235, "--save-hf .* too long"), (tmp_path / "new", "thesis.docx in .*new-iter_0000010")):
+        asked = SimpleNamespace(checkpoint=SimpleNamespace(save_hf=str(out)), run=SimpleNamespace(hf_model=str(tmp_path / "source")))
+        with pytest.raises(ValueError, match=words):
+            check_export(asked, SimpleNamespace(family="llama"))
+
+
+@pytest.mark.parametrize("flags", [
+    "--swiglu", "--squared-relu", "--quick-geglu", "--rotary-seq-len-interpolation-factor 4", "--no-rope-freq 2", "--qk-l2-norm",
+    "--apply-residual-connection-post-layernorm"])  # fmt: skip
+def test_a_run_meets_its_own_arguments(flags):
+    """What a run saves is what it is when it starts again, and what --use-checkpoint-args takes gives the same model."""
+    from types import SimpleNamespace
+
+    from megatron_patch.checkpoint.saved_args import differences, saved_args
+    from megatron_patch.training.model_source import model_config, with_checkpoint_args
+    from megatron_patch.training.settings import parse
+
+    words = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 --micro-batch-size 1 "
+             "--position-embedding-type rope --normalization RMSNorm").split()
+    config = model_config(parse([*words, *flags.split()]), 100)
+    saved = saved_args(config)
+    assert differences(saved, config) == []
+    plain = parse(words)
+    taken = model_config(with_checkpoint_args(plain, SimpleNamespace(path="x"), {"args": saved}), 100)
+    assert differences(saved, taken) == []
+    for name in ("activation_func", "gated_linear_unit", "qk_l2_norm", "no_rope_freq", "apply_residual_connection_post_layernorm"):
+        assert taken.get(name) == config.get(name), name
+    assert taken.rope == config.rope
+
+
 def test_token_ids_that_the_model_lacks():
     """Ids at and above the vocabulary are named with both numbers (B20). Mutants: labels not looked at; no check (IndexError)."""
     from types import SimpleNamespace

@@ -14,7 +14,7 @@ import contextlib
 
 import torch
 
-from megatron_patch.optim.folding import DistributedDataParallel
+from megatron_patch.optim.folding import DistributedDataParallel, NonFiniteGradients, where_not_finite
 from megatron_patch.optim.overlapped import BUFFERS, SUMS
 from megatron_patch.optim.overlapped.bucket import Bucket
 from megatron_patch.optim.overlapped.pace import AUTO, Pace
@@ -82,7 +82,10 @@ class OverlappedDDP(DistributedDataParallel):
     # ---- gradients arrive ----
 
     def forward(self, *inputs, **kwargs):
-        """Upstream's; the backward pass of the result tells when it begins and when it is over."""
+        """Upstream's; the backward pass of the result tells when it begins and when it is over. What is not under way yet, at the first
+        step and after a skipped one, is gathered first: ranks may use other modules, but all gather the same."""
+        if self.remove_forward_pre_hook_handles:
+            self.start_param_sync()
         out = super().forward(*inputs, **kwargs)
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if torch.is_tensor(tensor) and tensor.requires_grad:
@@ -204,7 +207,22 @@ class OverlappedDDP(DistributedDataParallel):
                 on_host = all(bucket.shard.device.type == "cpu" for bucket in self.order)  # else only the device waits
                 self.pace.ends(self.passes, self.traffic.exposed if on_host else None)
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            if group.param_gather_handle is not None:  # no forward pass of this step used it
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
             group.param_gather_dispatched = False
+        if self.ddp_config.check_for_nan_in_grad:  # else the optimizer looks at the norm, or the loss scaler at the gradients
+            self._check_finite()
+
+    @torch.no_grad()
+    def _check_finite(self):
+        """Raise NonFiniteGradients on all ranks alike, before the optimizer steps on any."""
+        total = sum((bucket.shard.sum() for bucket in self.order), torch.zeros(()))
+        found = torch.isfinite(total).logical_not().to(torch.float32).reshape(1)
+        found = found.to(self.order[0].shard.device) if self.order else found
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        if found.item():
+            raise NonFiniteGradients(f"gradients are not finite; {where_not_finite([self])}")
 
     def scale_gradients(self, scaling_factor) -> None:
         """Multiply all shards by ``scaling_factor``, now or when the optimizer steps."""
