@@ -80,6 +80,7 @@ def test_beyond_4_gib(tmp_path, sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.once("older")
 def test_beyond_65535_records(tmp_path):
     """As many experts as do not fit a 16-bit count."""
     items = archive.items([Pending("", (1,), torch.uint8, (Piece("a", n % 200, n % 200 + 1),)) for n in range(66000)])

@@ -30,6 +30,7 @@ def dry_run(name, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.once("older")
 @pytest.mark.parametrize("name, parameters, tensors", [
     ("llama-70b", 70_553_706_496, 723), ("llama-405b", 405_853_388_800, 1137), ("deepseek-v3", 671_026_419_200, 45_395)])
 def test_a_dry_run_takes_seconds(tmp_path, name, parameters, tensors):
