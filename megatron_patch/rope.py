@@ -31,6 +31,11 @@ class Rope:
         limits = [self.scaling.get(k) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
         return self.type == "llama3" and limits == [1.0, 4.0, 8192]
 
+    def interpolation(self) -> int | None:
+        """Megatron-LM's rotary_seq_len_interpolation_factor, a whole number; None where it cannot say this rope."""
+        whole = self.type == "linear" and float(self.scaling["factor"]).is_integer()
+        return int(self.scaling["factor"]) if whole else None
+
     def parameters(self) -> dict:
         """HF's v5 ``rope_parameters``."""
         if self.sliding is not None:

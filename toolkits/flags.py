@@ -68,8 +68,8 @@ def model_settings(config) -> dict:
                untie_embeddings_and_output_weights=not config.tied)
     if config.get("multi_latent_attention"):
         return {**out, **rope.latent(), "rotary_base": theta}
-    if rope.type == "linear" and float(rope.scaling["factor"]).is_integer():
-        out["rotary_seq_len_interpolation_factor"] = int(rope.scaling["factor"])
+    if rope.interpolation():
+        out["rotary_seq_len_interpolation_factor"] = rope.interpolation()
     if rope.type == "llama3":
         out.update(use_rope_scaling=True, rope_scaling_factor=float(rope.scaling["factor"]),
                    rope_scaling_low_freq_factor=float(rope.scaling["low_freq_factor"]),

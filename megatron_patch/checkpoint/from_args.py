@@ -104,8 +104,6 @@ def _contradictions(told: Mapping, config) -> list[str]:
 
 def _unused(name, told) -> bool:
     """Whether the model does not look at the argument."""
-    if name == "rope_type":
-        return told.get("rope_type", "yarn") == "rope" or (told.get("rotary_scaling_factor") or 1.0) == 1.0
     if name == "ffn_hidden_size":
         return bool(told.get("num_experts")) and _sparse(told) == 1
     return unused(name, told)

@@ -12,7 +12,7 @@ from megatron_patch.own import used
 
 CLAMPED = ("softmax_type", "glu_linear_offset", "activation_func_clamp_value")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+YARN = ("rope_type", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 DELTA = ("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
          "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate")
 SAME_NAME = (
@@ -94,8 +94,8 @@ def _positions(config) -> dict:
         out.update(use_rope_scaling=True, rope_scaling_factor=config.rope.scaling.get("factor", 8.0))
     if config.get("multi_latent_attention"):
         out.update(config.rope.latent())
-    elif config.rope.type == "linear" and float(config.rope.scaling["factor"]).is_integer():
-        out.update(rotary_seq_len_interpolation_factor=int(config.rope.scaling["factor"]))
+    elif config.rope.interpolation():
+        out.update(rotary_seq_len_interpolation_factor=config.rope.interpolation())
     return out
 
 
@@ -146,7 +146,7 @@ def unused(name: str, told: Mapping) -> bool:
         return not told.get("num_experts")
     if name == "moe_router_pre_softmax":
         return told.get("moe_router_score_function") == "sigmoid"
-    return name in YARN and name != "rotary_scaling_factor" and _scaling(told) == 1.0
+    return name in YARN and _scaling(told) == 1.0
 
 
 def _scaling(told) -> float:

@@ -19,7 +19,7 @@ SHOWN = 5  # parameters that an error names
 
 
 class NonFiniteGradients(ValueError):
-    """The gradient norm of a step is nan or infinite; no weight was changed."""
+    """Gradients of a step, or their norm, are nan or infinite; no weight was changed."""
 
 
 class DistributedDataParallel(UpstreamDDP):

@@ -61,7 +61,7 @@ def config_and_tokenizer(settings):
 
 
 def _introduce(report, settings, found, progress, about_vocabulary) -> None:
-    for line in (*settings.notices, *filter(None, [about_vocabulary])):
+    for line in filter(None, (*settings.notices, about_vocabulary)):
         report.note(line)
     if found and not found.release and progress.iteration:
         report.note(f"resuming at iteration {progress.iteration} from {found.path}")

@@ -61,11 +61,18 @@ def write_sharded(folder, config, weights, kind="safetensors", shards=3):
     return folder
 
 
+def edit(path, change):
+    """Let ``change`` act on what torch.save wrote to ``path``."""
+    with torch.serialization.safe_globals([Namespace]):
+        found = torch.load(path, weights_only=True)
+    change(found)
+    torch.save(found, path)
+
+
 def argue(root, **changes):
     """Change arguments in the torch_dist checkpoint; ... takes one out."""
-    path = root / "release" / "common.pt"
-    with torch.serialization.safe_globals([Namespace]):
-        common = torch.load(path, weights_only=True)
-    args = vars(common["args"]) | changes
-    common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
-    torch.save(common, path)
+    def change(common):
+        args = vars(common["args"]) | changes
+        common["args"] = Namespace(**{name: value for name, value in args.items() if value is not ...})
+
+    edit(root / "release" / "common.pt", change)

@@ -2,16 +2,15 @@
 
 import os
 import shutil
-from argparse import Namespace
 
 import pytest
 import torch
-from torch.serialization import safe_globals
 
 from megatron_patch.checkpoint import legacy_write
 from megatron_patch.checkpoint.legacy_source import LegacySource
 from megatron_patch.translate import from_hf
 from tests.checkpoint import small
+from tests.checkpoint.small import edit
 from tests.checkpoint.written import Tensors, write
 
 FILE = "model_optim_rng.pt"
@@ -29,13 +28,6 @@ def root(tmp_path):
 
 def config_of(**fields):
     return from_hf(small.LLAMA).replace(**fields)
-
-
-def edit(path, change):
-    with safe_globals([Namespace]):
-        found = torch.load(path, weights_only=True)
-    change(found)
-    torch.save(found, path)
 
 
 def refusal(root, config=None, check=True) -> str:

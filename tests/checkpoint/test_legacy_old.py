@@ -4,7 +4,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from torch.serialization import safe_globals
 
 from megatron_patch.checkpoint import legacy_write
 from megatron_patch.checkpoint.legacy_source import LegacySource
@@ -14,6 +13,7 @@ from tests.checkpoint.written import Tensors, write
 from tests.families import tiny
 
 LAYERS, HEADS, DIM = 2, 4, 4
+FIRST = "mp_rank_00/model_optim_rng.pt"
 NEW = dict(block="encoder", attention="self_attention", norms=("input_norm", "post_attention_norm"), last="final_norm")
 OLD = dict(block="transformer", attention="attention", norms=("input_layernorm", "post_attention_layernorm"), last="final_layernorm")
 
@@ -125,11 +125,7 @@ def test_another_flavour_is_refused(tmp_path):
     """Megatron-LLaMA keeps [q; k; v] under version 3.0 (B07): known by an argument of its own."""
     config, hf = model()
     save(tmp_path, hf, config, 3.0)
-    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    with safe_globals([Namespace]):
-        found = torch.load(path, weights_only=True)
-    found["args"].causal_lm = False
-    torch.save(found, path)
+    small.edit(tmp_path / FIRST, lambda found: setattr(found["args"], "causal_lm", False))
     with pytest.raises(ValueError, match="Megatron-LLaMA"):
         LegacySource(tmp_path, from_hf(config))
 
@@ -138,11 +134,8 @@ def test_two_names_of_one_parameter(tmp_path):
     """A head and, under the old name of a tied head's copy, the embedding: refused with both names, not one taken (B07)."""
     config, hf = model()
     save(tmp_path, hf, config, 3.0)
-    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    with safe_globals([Namespace]):
-        found = torch.load(path, weights_only=True)
-    found["model"]["word_embeddings_for_head"] = {"weight": found["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]}
-    torch.save(found, path)
+    small.edit(tmp_path / FIRST, lambda found: found["model"].update(
+        word_embeddings_for_head=found["model"]["language_model"]["embedding"]["word_embeddings"]))
     with pytest.raises(ValueError, match="output_layer.weight' and 'word_embeddings_for_head.weight'"):
         LegacySource(tmp_path, from_hf(config))
 
@@ -171,10 +164,7 @@ def test_the_other_rope_is_turned_back(tmp_path, case, tp):
     source = Tensors(other)
     write(tmp_path, legacy_write.files(source, config.replace(tensor_model_parallel_size=tp)), source)
     for path in tmp_path.glob("release/*/model_optim_rng.pt"):
-        with safe_globals([Namespace]):
-            found = torch.load(path, weights_only=True)
-        found["args"].rotary_interleaved = interleaved
-        torch.save(found, path)
+        small.edit(path, lambda found: setattr(found["args"], "rotary_interleaved", interleaved))
     read = LegacySource(tmp_path, config).check()
     for name, want in hf.items():
         assert torch.equal(read.rows(name, 0, len(want)), want), name
@@ -185,10 +175,7 @@ def test_a_rope_that_cannot_be_turned_is_refused(tmp_path):
     config = from_hf(tiny.raw_config("olmo2"))
     source = Tensors(tiny.build("olmo2").state_dict())
     write(tmp_path, legacy_write.files(source, config), source)
-    path = tmp_path / "release/mp_rank_00/model_optim_rng.pt"
-    with safe_globals([Namespace]):
-        found = torch.load(path, weights_only=True)
-    found["args"].rotary_interleaved = not found["args"].rotary_interleaved
-    torch.save(found, path)
+    small.edit(tmp_path / "release" / FIRST,
+               lambda found: setattr(found["args"], "rotary_interleaved", not found["args"].rotary_interleaved))
     with pytest.raises(ValueError, match="rotary_interleaved is .* whose heads cannot be put into the other order"):
         LegacySource(tmp_path, config)

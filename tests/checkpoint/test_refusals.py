@@ -52,6 +52,11 @@ def test_arguments_that_say_the_same(made, tmp_path, change):
     convert.megatron_to_hf(root, folder, tmp_path / "b").run()
 
 
+def argued(config, **change):
+    """The arguments of ``config``, some of them changed."""
+    return Namespace(**{**vars(saved_args(config)), **change})
+
+
 @pytest.mark.parametrize("case, change", [
     ("deepseek_v3", dict(kv_channels=7)), ("deepseek_v3", dict(num_query_groups=1)), ("deepseek_v3", dict(moe_router_pre_softmax=True)),
     ("moonlight", dict(mscale_all_dim=0.5)), ("moonlight", dict(rope_type="rope", rotary_scaling_factor=40.0))], ids=str)  # fmt: skip
@@ -59,7 +64,7 @@ def test_arguments_without_effect(hf, case, change):
     """What a model does not look at may differ: sizes of ordinary heads under latent attention, a softmax before a sigmoid, a scale whose
     factor is 1."""
     config = load_config(hf[case])
-    assert differences(Namespace(**{**vars(saved_args(config)), **change}), config) == []
+    assert differences(argued(config, **change), config) == []
 
 
 @pytest.mark.parametrize("case, change", [
@@ -69,7 +74,7 @@ def test_arguments_without_effect(hf, case, change):
 def test_arguments_with_an_effect(hf, case, change):
     """The same and others where they count."""
     config = load_config(hf[case])
-    (line,) = differences(Namespace(**{**vars(saved_args(config)), **change}), config)
+    (line,) = differences(argued(config, **change), config)
     assert line.startswith(f"{next(iter(change))} is {next(iter(change.values()))} in the checkpoint")
 
 
@@ -77,11 +82,11 @@ def test_another_factor_of_rope(tmp_path):
     """Llama 3's rope stretched 32 times is not the one stretched 8 times; the same YaRN, said as Megatron-LM says it, is the same."""
     scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
     config = load_config(small.write(tmp_path / "a", {**small.LLAMA, "rope_scaling": scaling}, None))
-    found = Namespace(**{**vars(saved_args(config)), "rope_scaling_factor": 32.0})
-    assert differences(found, config) == ["rope_scaling_factor is 32.0 in the checkpoint, 8.0 in config.json"]
+    said = differences(argued(config, rope_scaling_factor=32.0), config)
+    assert said == ["rope_scaling_factor is 32.0 in the checkpoint, 8.0 in config.json"]
     yarn = load_config(small.write(tmp_path / "b", {**small.LLAMA, "rope_scaling": dict(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=16)}, None))
-    assert differences(Namespace(**{**vars(saved_args(yarn)), "position_embedding_type": "yarn"}), yarn) == []
+    assert differences(argued(yarn, position_embedding_type="yarn"), yarn) == []
 
 
 def test_parts_that_overlap(made):

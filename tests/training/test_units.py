@@ -254,35 +254,33 @@ def test_checkpoints_without_a_tracker_are_not_passed_over(tmp_path):
         find(settings("--load", str(tmp_path), "--ckpt-step", "4"))
 
 
-def test_an_export_may_not_replace_its_source(tmp_path):
-    """--save-hf into the --hf-model folder, or into a folder that holds something else, is refused; a model there is replaced."""
+def check_save_hf(out, source):
+    """check_export of --save-hf ``out`` with --hf-model ``source``."""
     from types import SimpleNamespace
 
     from megatron_patch.training.export import check_export
 
-    def check(out):
-        asked = SimpleNamespace(checkpoint=SimpleNamespace(save_hf=str(out)), run=SimpleNamespace(hf_model=str(tmp_path / "source")))
-        check_export(asked, SimpleNamespace(family="llama"))
+    asked = SimpleNamespace(checkpoint=SimpleNamespace(save_hf=str(out)), run=SimpleNamespace(hf_model=str(source)))
+    check_export(asked, SimpleNamespace(family="llama"))
 
+
+def test_an_export_may_not_replace_its_source(tmp_path):
+    """--save-hf into the --hf-model folder, or into a folder that holds something else, is refused; a model there is replaced."""
     for name, file in (("source", "config.json"), ("model", "model.safetensors"), ("other", "thesis.docx")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
     (tmp_path / "model" / "config.json").touch()
-    check(tmp_path / "model")
-    check(tmp_path / "new")
+    check_save_hf(tmp_path / "model", tmp_path / "source")
+    check_save_hf(tmp_path / "new", tmp_path / "source")
     with pytest.raises(ValueError, match="--hf-model folder itself"):
-        check(tmp_path / "model" / ".." / "source")
+        check_save_hf(tmp_path / "model" / ".." / "source", tmp_path / "source")
     with pytest.raises(ValueError, match="thesis.docx"):
-        check(tmp_path / "other")
+        check_save_hf(tmp_path / "other", tmp_path / "source")
 
 
 def test_an_export_that_would_fail_at_its_end(tmp_path, monkeypatch):
     """--save-hf inside the source, the current folder, a name too long, a foreign file in an interval's folder: refused before training.
     Mutant: only the final folder looked at."""
-    from types import SimpleNamespace
-
-    from megatron_patch.training.export import check_export
-
     (tmp_path / "source").mkdir()
     (tmp_path / "new-iter_0000010").mkdir()
     (tmp_path / "new-iter_0000010" / "thesis.docx").touch()
@@ -290,9 +288,8 @@ def test_an_export_that_would_fail_at_its_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     for out, words in ((tmp_path / "source" / "out", "--hf-model.*choose another --save-hf"), (".", "current folder"),
                        ("x" * 235, "--save-hf .* too long"), (tmp_path / "new", "thesis.docx in .*new-iter_0000010")):
-        asked = SimpleNamespace(checkpoint=SimpleNamespace(save_hf=str(out)), run=SimpleNamespace(hf_model=str(tmp_path / "source")))
         with pytest.raises(ValueError, match=words):
-            check_export(asked, SimpleNamespace(family="llama"))
+            check_save_hf(out, tmp_path / "source")
 
 
 @pytest.mark.parametrize("flags", [

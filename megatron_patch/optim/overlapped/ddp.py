@@ -11,13 +11,14 @@ Source: megatron/core/distributed/distributed_data_parallel.py and finalize_mode
 """
 
 import contextlib
+import math
 
 import torch
 
 from megatron_patch.optim.folding import DistributedDataParallel, NonFiniteGradients, where_not_finite
 from megatron_patch.optim.overlapped import BUFFERS, SUMS
 from megatron_patch.optim.overlapped.bucket import Bucket
-from megatron_patch.optim.overlapped.pace import AUTO, Pace
+from megatron_patch.optim.overlapped.pace import AUTO, Pace, most
 from megatron_patch.optim.overlapped.pool import Pool, Slot
 from megatron_patch.optim.overlapped.traffic import Traffic, summary
 
@@ -217,11 +218,7 @@ class OverlappedDDP(DistributedDataParallel):
     @torch.no_grad()
     def _check_finite(self):
         """Raise NonFiniteGradients on all ranks alike, before the optimizer steps on any."""
-        total = sum((bucket.shard.sum() for bucket in self.order), torch.zeros(()))
-        found = torch.isfinite(total).logical_not().to(torch.float32).reshape(1)
-        found = found.to(self.order[0].shard.device) if self.order else found
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        if found.item():
+        if most(not math.isfinite(sum(bucket.shard.sum() for bucket in self.order)))[0]:
             raise NonFiniteGradients(f"gradients are not finite; {where_not_finite([self])}")
 
     def scale_gradients(self, scaling_factor) -> None:

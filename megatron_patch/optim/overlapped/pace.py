@@ -52,14 +52,14 @@ class Pace:
 
     def _consider(self) -> None:
         """What else to try, where there is room and something to gain."""
-        passes, room, waits = _most(self.passes or 1, -self.fits, self.waited > WAITED * self._seconds(0))
+        passes, room, waits = most(self.passes or 1, -self.fits, self.waited > WAITED * self._seconds(0))
         if passes > 1 and room and waits:
             self.ways += [int(passes), *([int(passes) - 1] if passes > 2 else [])]
 
     def _quickest(self) -> int:
         if len(self.ways) == 1:
             return 1
-        best, *others = zip(_most(*(self._seconds(number) for number in range(len(self.ways)))), self.ways, strict=True)
+        best, *others = zip(most(*(self._seconds(number) for number in range(len(self.ways)))), self.ways, strict=True)
         for one in others:
             best = one if one[0] < (1 - GAIN) * best[0] else best
         return best[1]
@@ -77,7 +77,7 @@ class Pace:
         return min(self.took[WAY * way + number] for number in range(2, WAY + 1))
 
 
-def _most(*numbers) -> list[float]:
+def most(*numbers) -> list[float]:
     """The largest of each number over all ranks."""
     device = "cpu" if torch.distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     told = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=device)
